@@ -1,0 +1,60 @@
+"""Prints results of benchmarks/e2e.py side by side: ratios to the first file, and whether tokens are equal.
+
+    python benchmarks/compare.py stock.json patched.json flash_attn.json [--write results.json]
+
+With ``--write`` the results are stored together, without the token lists but with what was compared.
+"""
+
+import json
+import pathlib
+import sys
+
+
+def first_difference(a: list[list[int]], b: list[list[int]]) -> str:
+    rows = [
+        (next((i for i, (x, y) in enumerate(zip(r, s, strict=True)) if x != y), -1)) for r, s in zip(a, b, strict=True)
+    ]
+    differing = [i for i in rows if i >= 0]
+    return "equal" if not differing else f"{len(differing)}/{len(rows)} differ from token {min(differing)}"
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    target = None
+    if "--write" in arguments:
+        at = arguments.index("--write")
+        target = pathlib.Path(arguments[at + 1])
+        del arguments[at : at + 2]
+    results = [json.loads(pathlib.Path(path).read_text()) for path in arguments]
+    base = results[0]
+    for r in results:
+        print(
+            f"{r['name']:24} {r['backend']:10} {r['cudagraph_mode']:18} v2={int(r['v2_runner'])} "
+            f"graphs={r['graphs']} init={r['init_s']}s {'; '.join(r['specpatch_log'])[:160]}"
+        )
+        for line in r["downgrade"]:
+            print(f"{'':24} {line[:130]}")
+    print()
+    for cell in base["cells"]:
+        for r in results:
+            if cell not in r["cells"]:
+                continue
+            c, reference = r["cells"][cell], base["cells"][cell]
+            same = first_difference(base["tokens"][cell], r["tokens"][cell])
+            r["cells"][cell] |= {
+                "ratio_to_first": round(c["ms_per_step"] / reference["ms_per_step"], 3),
+                "tokens_vs_first": same,
+            }
+            print(
+                f"{cell:14} {r['name']:24} {c['ms_per_step']:8.3f} ms (spread {c['spread_ms']:.2f}) "
+                f"x{c['ms_per_step'] / reference['ms_per_step']:.3f}  tokens {same}"
+            )
+    if target:
+        for r in results:
+            r.pop("tokens")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps({"compared_with": base["name"], "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

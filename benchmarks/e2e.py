@@ -1,0 +1,214 @@
+"""Times speculative-decoding steps of a dummy-weight Llama with a one-layer EAGLE drafter, in one process.
+
+    python benchmarks/e2e.py NAME FLASHINFER k=7 bs=1,8,32 ctx=1024,8192 out=64 json=stock.json
+    python benchmarks/e2e.py NAME FLASH_ATTN fa=2 ...
+
+The model has 8 layers (4096 wide, 32 query and 8 KV heads of 128). With random weights the drafter is almost
+never right, so time per emitted token is time per verify step. Run the variants to compare in one session on
+one machine and print the ratios with benchmarks/compare.py: absolute times differ between hosts.
+
+Keys: k (draft tokens, 7; 0 = none), bs, ctx, out (tokens per request), layers, repeats, fa (2 or 3), kv
+(auto, fp8, fp8_e5m2), async (0 or 1), cg (capture sizes), eager=1, gpu_gib (KV cache size), method (eagle,
+ngram), json (result file). With fp8 KV, queries stay bf16 (as on sm_8x, where FA2 takes no fp8 queries).
+"""
+
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import random
+import sys
+import time
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+class Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def write_model(name: str, layers: int) -> str:
+    folder = pathlib.Path("/tmp/specpatch-models") / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**MODEL, "num_hidden_layers": layers}))
+    return str(folder)
+
+
+def make_llm(backend: str, options: dict, contexts: list[int], batches: list[int], out: int):
+    from vllm import LLM
+
+    k, layers = int(options.get("k", 7)), int(options.get("layers", 8))
+    attention = {"backend": backend}
+    if "fa" in options:
+        attention["flash_attn_version"] = int(options["fa"])
+    if options.get("kv", "auto") != "auto":
+        attention["disable_flashinfer_q_quantization"] = True
+    sizes = [int(x) for x in options.get("cg", "8,16,32,64,128,256").split(",")]
+    arguments = {
+        "model": write_model(f"target{layers}", layers),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": max(contexts) + out + 64,
+        "gpu_memory_utilization": float(options.get("mem", 0.6)),
+        "enable_prefix_caching": False,
+        "attention_config": attention,
+        "max_num_seqs": max(*batches, 8),
+        "seed": 0,
+        "disable_log_stats": True,
+        "max_num_batched_tokens": 8192,
+        "kv_cache_dtype": options.get("kv", "auto"),
+        "compilation_config": {"cudagraph_capture_sizes": sizes},
+        "kernel_config": {"enable_flashinfer_autotune": False},
+    }
+    if "gpu_gib" in options:  # a fixed KV cache, so that several processes can share the GPU
+        arguments["kv_cache_memory_bytes"] = int(float(options["gpu_gib"]) * 2**30)
+    if k and options.get("method", "eagle") == "eagle":
+        arguments["speculative_config"] = {
+            "method": "eagle",
+            "model": write_model("draft1", 1),
+            "num_speculative_tokens": k,
+        }
+    elif k:
+        arguments["speculative_config"] = {
+            "method": "ngram",
+            "num_speculative_tokens": k,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 2,
+        }
+    if "async" in options:
+        arguments["async_scheduling"] = options["async"] == "1"
+    if "eager" in options:
+        arguments["enforce_eager"] = True
+    return LLM(**arguments)
+
+
+def captured_graphs(llm) -> dict:
+    """How many graphs of which kind the runner holds, from its own objects."""
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
+    runner = getattr(worker, "worker", worker).model_runner
+    speculator = getattr(runner, "speculator", None)
+    managers = {
+        "target": getattr(runner, "cudagraph_manager", None),
+        "draft_prefill": getattr(speculator, "prefill_cudagraph_manager", None),
+        "draft_decode": getattr(speculator, "decode_cudagraph_manager", None),
+    }
+    found = {name: len(manager.graphs) for name, manager in managers.items() if manager is not None}
+    if not found:  # the V1 runner keeps its graphs in wrappers; it counts keys per mode
+        keys = runner.cudagraph_dispatcher.cudagraph_keys
+        found = {f"v1_{mode.name}": len(v) for mode, v in keys.items()}
+    return found
+
+
+def main() -> None:
+    name, backend = sys.argv[1:3]
+    options = dict(a.split("=", 1) for a in sys.argv[3:])
+    contexts = [int(x) for x in options.get("ctx", "1024").split(",")]
+    batches = [int(x) for x in options.get("bs", "1,8").split(",")]
+    out, repeats = int(options.get("out", 64)), int(options.get("repeats", 3))
+
+    import torch
+    import vllm
+    from vllm import SamplingParams
+
+    messages = Messages()
+    logging.getLogger("vllm").addHandler(messages)
+    started = time.time()
+    llm = make_llm(backend, options, contexts, batches, out)
+    init_s = time.time() - started
+    random.seed(0)
+    cells, tokens = {}, {}
+    for context in contexts:
+        for batch in batches:
+            prompts = [
+                {"prompt_token_ids": [random.randrange(3, 32000) for _ in range(context)]}
+                for _ in range(batch)
+            ]
+
+            def generate(n, prompts=prompts):
+                sampling = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+                start = time.perf_counter()
+                outputs = llm.generate(prompts, sampling, use_tqdm=False)
+                return time.perf_counter() - start, outputs
+
+            generate(8)
+            short = [generate(2)[0] for _ in range(repeats)]
+            runs = [generate(2 + out) for _ in range(repeats)]
+            long = [seconds for seconds, _ in runs]
+            ids = [list(o.outputs[0].token_ids) for o in runs[-1][1]]
+            cell = f"ctx{context}_bs{batch}"
+            cells[cell] = {
+                "ms_per_step": round((min(long) - min(short)) / out * 1e3, 3),
+                "spread_ms": round((max(long) - min(long)) / out * 1e3, 3),
+                "tokens_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16],
+            }
+            tokens[cell] = ids
+    config = llm.llm_engine.vllm_config
+    try:
+        graphs = captured_graphs(llm)
+    except AttributeError as e:  # another runner layout: do not lose the timings for it
+        graphs = {"unknown": str(e)}
+    try:
+        import vllm_specpatch
+
+        status = vllm_specpatch.status()
+    except ImportError:
+        status = None
+    result = {
+        "name": name,
+        "backend": backend,
+        "options": options,
+        "command": "python benchmarks/e2e.py " + " ".join(sys.argv[1:]),
+        "environment": {key: v for key, v in os.environ.items() if key.startswith("VLLM_")},
+        "gpu": torch.cuda.get_device_name(),
+        "versions": {"vllm": vllm.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
+        "v2_runner": bool(config.use_v2_model_runner),
+        "cudagraph_mode": config.compilation_config.cudagraph_mode.name,
+        "graphs": graphs,
+        "downgrade": [line for line in messages.lines if "not supported with spec-decode" in line][:1],
+        "specpatch_log": [line for line in messages.lines if line.startswith("vllm-specpatch")],
+        "specpatch": None
+        if status is None
+        else {n: p["decisions"][-1:] or p["state"] for n, p in status["patches"].items()},
+        "init_s": round(init_s, 1),
+        "cells": cells,
+    }
+    if backend == "FLASHINFER":
+        import flashinfer
+
+        result["versions"]["flashinfer"] = flashinfer.__version__
+    if "json" in options:
+        path = pathlib.Path(options["json"])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**result, "tokens": tokens}))
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

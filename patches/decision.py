@@ -1,0 +1,97 @@
+"""May a FlashInfer group verify draft tokens as decodes, with FULL CUDA graphs? Pure: facts in, decision out.
+
+CUDA-graph support and the reorder threshold follow from the same :class:`Decision`; raising one without
+the other corrupts output (https://github.com/vllm-project/vllm/issues/45425: graphs stayed FULL while the
+threshold was 1, and the text degenerated).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..patch import Finding, State
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the decision depends on, read once from a ``VllmConfig`` and the platform."""
+
+    capability: tuple[int, int] | None  # (major, minor); None: no CUDA device
+    num_speculative_tokens: int  # k; 0 without speculative decoding
+    full_decode_graphs: bool  # the requested cudagraph_mode has FULL graphs for decode
+    cudagraph_mode: str
+    trtllm_api_decode: bool  # vLLM would decode through trtllm-gen (sm_10x) or XQA (sm_90)
+    decode_context_parallel_size: int = 1
+    non_causal: bool = False
+    batch_invariant: bool = False
+    kv_cache_dtype: str = "auto"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """``applies`` and, if not, the finding that says why. ``route`` is set where it applies."""
+
+    applies: bool
+    finding: Finding
+    route: str = ""
+
+
+def _stock(state: State, reason: str, wanted: str = "", found: str = "", next_step: str = "") -> Finding:
+    return Finding(state, reason, wanted, found, next_step)
+
+
+def why_stock(facts: Facts) -> Finding | None:
+    """None if spec-as-decode may be promised for this configuration; otherwise why vLLM stays stock.
+
+    ``not needed``: vLLM loses nothing. ``refused``: it does, and we cannot help.
+    """
+    if facts.num_speculative_tokens < 1:
+        return _stock(State.NOT_NEEDED, "no speculative decoding is configured")
+    if not facts.full_decode_graphs:
+        return _stock(
+            State.NOT_NEEDED, f"no FULL CUDA graphs were asked for (cudagraph_mode {facts.cudagraph_mode})"
+        )
+    if facts.capability is None:
+        return _stock(State.REFUSED, "no CUDA device", "a GPU of capability 8.0 or later", "none")
+    major, minor = facts.capability
+    if facts.trtllm_api_decode and major == 10:
+        return _stock(State.NOT_NEEDED, "vLLM serves multi-token decodes through trtllm-gen here")
+    if facts.trtllm_api_decode:
+        return _stock(
+            State.REFUSED,
+            "vLLM decodes through XQA here, which this release of it wires for one token only",
+            "a group that FlashInfer's native kernels serve",
+            f"XQA on sm_{major}{minor}",
+            "--attention-config.use_trtllm_attention=0 selects the native kernels, which are patched",
+        )
+    if facts.capability < (8, 0):
+        return _stock(
+            State.REFUSED, "the GPU is too old", "capability 8.0 or later", f"{major}.{minor}"
+        )
+    if facts.decode_context_parallel_size > 1:
+        return _stock(
+            State.REFUSED,
+            "decode context parallelism needs vLLM's own prefill path for verify requests",
+            "decode_context_parallel_size 1",
+            str(facts.decode_context_parallel_size),
+        )
+    if facts.non_causal:
+        return _stock(
+            State.REFUSED,
+            "the drafter attends non-causally, which multi-token decode plans cannot express",
+            "causal attention",
+            "use_non_causal",
+        )
+    if facts.batch_invariant:
+        return _stock(
+            State.REFUSED,
+            "batch-invariant mode forbids split-KV, and FlashInfer's no-split graph plans start CTAs "
+            "without a validity mask (flashinfer issue 4002)",
+            "VLLM_BATCH_INVARIANT=0",
+            "1",
+        )
+    if facts.kv_cache_dtype == "nvfp4":
+        return _stock(
+            State.REFUSED, "the NVFP4 KV cache belongs to trtllm-gen", "another kv_cache_dtype", "nvfp4"
+        )
+    return None

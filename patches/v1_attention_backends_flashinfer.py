@@ -1,0 +1,347 @@
+"""Speculative decoding on FlashInfer keeps FULL CUDA graphs, for the target model and for the drafter.
+
+Target
+    vllm.v1.attention.backends.flashinfer: FlashInferMetadataBuilder.get_cudagraph_support, .__init__,
+    .build, .build_for_cudagraph_capture, ._get_decode_wrapper, ._compute_flashinfer_kv_metadata;
+    fast_plan_decode; split_decodes_and_prefills (the name in that module only).
+Why
+    Where trtllm-gen does not run (sm_8x, sm_90, sm_12x, or no cubins), the gate answers
+    UNIFORM_SINGLE_TOKEN_DECODE and the reorder threshold stays 1: a verify request (1 + k tokens) becomes a
+    prefill, the mode drops to PIECEWISE and the drafter's k - 1 steps run eagerly. Measured on one H200
+    (8 layers, EAGLE, k = 7, context 1024, batch 1): 16.9 ms a step against 4.0 ms for FLASH_ATTN.
+How
+    The gate and the threshold follow one decision per configuration. Multi-token decodes get a wrapper
+    keyed by (requests, q_len) from a route, planned by requests; rows that only pad a captured batch are
+    planned as q_len tokens of page 0. Everything else runs vLLM's own code, called by the wrappers. No
+    subclass or registry would do: the gate is a classmethod that two runners call on the class and on the
+    instance, and build() has no seam between its split and its plan.
+Upstream
+    https://github.com/vllm-project/vllm/issues/49547 and 54992 (open); the same design as pull request
+    50885 (closed), in vLLM 0.33 below sm_90.
+Remove when
+    vLLM 0.32 leaves the supported range and 0.33's own path is as fast.
+Reason class
+    temporary
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from types import ModuleType
+from typing import Any
+
+from .. import gate
+from ..errors import Refused, SpecPatchError
+from ..patch import Context, Edit, Finding, Patch, State
+from . import routes
+from .decision import Decision, Facts, why_stock
+from .digests import FLASHINFER_BACKEND_DIGESTS
+
+BUILDER = "FlashInferMetadataBuilder"
+
+
+class Commitment:
+    """The decision about one ``VllmConfig``, and how far it has been carried out.
+
+    A commitment may be withdrawn (all of it) until CUDA-graph support was promised to a runner. After that
+    an error must surface: falling back quietly would replay graphs over plans that were never made.
+    """
+
+    def __init__(self, decision: Decision, route: type[routes.Route] | None) -> None:
+        self.decision = decision
+        self.route = route
+        self.promised = False
+
+    @property
+    def applies(self) -> bool:
+        return self.decision.applies
+
+    def withdraw(self, finding: Finding) -> None:
+        self.decision = Decision(False, finding)
+
+
+class Batch:
+    """The batch of the ``build()`` that runs in this thread: how vLLM split it."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+        self.num_decodes = 0
+        self.num_prefills = 0
+        self.num_decode_tokens = 0
+
+    @property
+    def q_len(self) -> int:
+        """Query rows per decode request; 1 where there is nothing for a multi-token route to do.
+
+        By division, not from query_start_loc: a captured batch is laid out as num_decodes equal blocks,
+        while a data-parallel dummy step may have fewer real tokens in its only request.
+        """
+        return max(self.num_decode_tokens // self.num_decodes, 1) if self.num_decodes else 1
+
+
+class FlashInferSpecDecode:
+    """The wrappers of this patch and the little state that they share. One per applied patch."""
+
+    def __init__(self, module: ModuleType, context: Context) -> None:
+        self.module = module
+        self.context = context
+        self.builder_class = getattr(module, BUILDER)
+        self._commitments: dict[int, Commitment] = {}
+        self._lock = threading.RLock()
+        self._thread = threading.local()
+        self._signatures = {
+            name: inspect.signature(function)
+            for name, function in (
+                ("get_cudagraph_support", self.builder_class.get_cudagraph_support),
+                ("_get_decode_wrapper", self.builder_class._get_decode_wrapper),
+                (
+                    "_compute_flashinfer_kv_metadata",
+                    self.builder_class._compute_flashinfer_kv_metadata,
+                ),
+                ("fast_plan_decode", module.fast_plan_decode),
+            )
+        }
+
+    # -- the decision ----------------------------------------------------------------------------
+
+    def commitment(self, vllm_config: Any) -> Commitment:
+        """The one commitment of a configuration; made, and said in the log, when first asked for."""
+        with self._lock:
+            key = id(vllm_config)
+            found = self._commitments.get(key)
+            if found is None:
+                found = self._commitments[key] = self._decide(vllm_config)
+                # ids are reused: a new configuration must not inherit an old decision.
+                weakref.finalize(vllm_config, self._commitments.pop, key, None)
+                self._say(found, vllm_config)
+            return found
+
+    def _decide(self, vllm_config: Any) -> Commitment:
+        finding = why_stock(self._facts(vllm_config))
+        if finding is not None:
+            return Commitment(Decision(False, finding), None)
+        route = routes.choose(self.context.settings.route)
+        if isinstance(route, Finding):
+            return Commitment(Decision(False, route), None)
+        applied = Finding(State.APPLIED, "FULL CUDA graphs for FlashInfer speculative decoding")
+        return Commitment(Decision(True, applied, route.name), route)
+
+    def _facts(self, vllm_config: Any) -> Facts:
+        from vllm import envs
+        from vllm.config import CUDAGraphMode
+        from vllm.platforms import current_platform
+        from vllm.utils.flashinfer import supports_trtllm_attention
+
+        speculative = vllm_config.speculative_config
+        mode = vllm_config.compilation_config.cudagraph_mode
+        capability = current_platform.get_device_capability()
+        attention = vllm_config.attention_config
+        return Facts(
+            capability=None if capability is None else (capability.major, capability.minor),
+            num_speculative_tokens=(speculative.num_speculative_tokens or 0) if speculative else 0,
+            full_decode_graphs=mode is not None and mode.decode_mode() == CUDAGraphMode.FULL,
+            cudagraph_mode=getattr(mode, "name", str(mode)),
+            # The two halves of can_use_trtllm_attention, which itself needs vLLM's *current* config.
+            trtllm_api_decode=attention.use_trtllm_attention is not False
+            and supports_trtllm_attention(is_prefill=False),
+            decode_context_parallel_size=vllm_config.parallel_config.decode_context_parallel_size,
+            non_causal=bool(attention.use_non_causal),
+            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+            kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
+        )
+
+    def _say(self, commitment: Commitment, vllm_config: Any) -> None:
+        from vllm.platforms import current_platform
+
+        capability = current_platform.get_device_capability()
+        gpu = f"{current_platform.get_device_name()} sm_{capability.major}{capability.minor}" if capability else ""
+        facts = {
+            "route": commitment.decision.route,
+            "gpu": gpu,
+            "vllm": gate.installed_version("vllm"),
+            "flashinfer": gate.installed_version("flashinfer-python"),
+        }
+        self.context.decided(commitment.decision.finding, **facts)
+
+    def _is_ours(self, kv_cache_spec: Any) -> bool:
+        """True for plain attention. Other kinds in a uniform group have other builders, as in vLLM's gate."""
+        from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+
+        specs = (
+            list(kv_cache_spec.kv_cache_specs.values())
+            if isinstance(kv_cache_spec, UniformTypeKVCacheSpecs)
+            else [kv_cache_spec]
+        )
+        attention = [spec for spec in specs if isinstance(spec, AttentionSpec)]
+        return bool(attention) and not any(isinstance(spec, MLAAttentionSpec) for spec in attention)
+
+    # -- gate and threshold: two faces of one commitment -------------------------------------------
+
+    def get_cudagraph_support(self, wrapped: Any, cls: Any, args: Any, kwargs: Any) -> Any:
+        stock = wrapped(*args, **kwargs)
+        # Chunked-local attention and others subclass the builder at run time and answer for themselves.
+        if cls is not self.builder_class:
+            return stock
+        arguments = self._signatures["get_cudagraph_support"].bind(*args, **kwargs).arguments
+        uniform = type(stock).UNIFORM_BATCH
+        try:
+            commitment = self.commitment(arguments["vllm_config"])
+            if stock.value >= uniform.value or not commitment.applies:
+                return stock
+            if not self._is_ours(arguments["kv_cache_spec"]):
+                return stock
+        except Refused:
+            raise
+        except Exception as e:
+            self._failed(arguments["vllm_config"], e)
+            return stock
+        commitment.promised = True
+        return uniform
+
+    def init(self, wrapped: Any, builder: Any, args: Any, kwargs: Any) -> None:
+        wrapped(*args, **kwargs)
+        builder.specpatch_route = None
+        if type(builder) is not self.builder_class:
+            return
+        try:
+            commitment = self.commitment(builder.vllm_config)
+            if not (commitment.applies and self._is_ours(builder.kv_cache_spec)):
+                return
+            if not builder.enable_cuda_graph:
+                # Another backend of the model lowered the mode before this builder was made (V1 runner).
+                return
+            assert commitment.route is not None
+            route = commitment.route(builder, self.module)
+            if builder.q_data_type_decode.itemsize == 1:
+                # FA2 takes no FP8 queries; they would be asked for on sm_90 and sm_10x without cubins.
+                builder.q_data_type_decode = builder.model_config.dtype
+            builder.specpatch_captured = set()
+            builder.specpatch_capturing = False
+            # vLLM's own rule, including parallel drafting (1 + 2k) and the DCP guard.
+            builder._init_reorder_batch_threshold(
+                1, supports_spec_as_decode=True, supports_dcp_with_varlen=False
+            )
+            builder.specpatch_route = route
+        except Refused:
+            raise
+        except Exception as e:
+            builder.reorder_batch_threshold = 1
+            builder.specpatch_route = None
+            self._failed(builder.vllm_config, e)
+
+    def _failed(self, vllm_config: Any, error: Exception) -> None:
+        """Withdraws the commitment if nothing was promised yet; otherwise raises."""
+        with self._lock:
+            commitment = self._commitments.get(id(vllm_config))
+            if commitment is not None and commitment.promised:
+                raise SpecPatchError(
+                    "vllm-specpatch promised FULL CUDA graphs and then could not prepare the metadata builder; "
+                    "set VLLM_SPECPATCH=0 to serve without it"
+                ) from error
+            finding = Finding(State.FAILED, f"{type(error).__name__}: {error}", next_step="vLLM runs stock")
+            if commitment is None:
+                self._commitments[id(vllm_config)] = Commitment(Decision(False, finding), None)
+            else:
+                commitment.withdraw(finding)
+        self.context.decided(finding)
+
+    # -- building ----------------------------------------------------------------------------------
+
+    @property
+    def _batch(self) -> Batch | None:
+        return getattr(self._thread, "batch", None)
+
+    def build(self, wrapped: Any, builder: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(builder, "specpatch_route", None) is None:
+            return wrapped(*args, **kwargs)
+        self._thread.batch = Batch(builder)
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            self._thread.batch = None
+
+    def build_for_cudagraph_capture(self, wrapped: Any, builder: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(builder, "specpatch_route", None) is None:
+            return wrapped(*args, **kwargs)
+        builder.specpatch_capturing = True
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            builder.specpatch_capturing = False
+
+    def split_decodes_and_prefills(self, wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
+        split = wrapped(*args, **kwargs)
+        batch = self._batch
+        if batch is not None:
+            batch.num_decodes, batch.num_prefills, batch.num_decode_tokens, _ = split
+        return split
+
+    def compute_flashinfer_kv_metadata(self, wrapped: Any, builder: Any, args: Any, kwargs: Any) -> Any:
+        batch = self._batch
+        if batch is None or batch.builder is not builder or batch.num_prefills or batch.q_len == 1:
+            return wrapped(*args, **kwargs)
+        import numpy as np
+
+        arguments = self._signatures["_compute_flashinfer_kv_metadata"].bind(builder, *args, **kwargs).arguments
+        # Rows that pad a captured batch have no tokens and no KV. A plan for q_len causal rows needs q_len
+        # KV tokens (FlashInfer refuses less, and its kernel would wrap around): give them those of their
+        # first block, which vLLM sets to the null block; nobody reads their output. New arrays, because
+        # the lengths are vLLM's own CPU copy. In a pure decode batch no real row is that short.
+        seq_lens = np.maximum(arguments["seq_lens_np"], batch.q_len)
+        page_size = arguments["page_size"]
+        arguments["seq_lens_np"] = seq_lens
+        arguments["num_blocks_np"] = (seq_lens + (page_size - 1)) // page_size
+        del arguments["self"]
+        return wrapped(**arguments)
+
+    def get_decode_wrapper(self, wrapped: Any, builder: Any, args: Any, kwargs: Any) -> Any:
+        batch = self._batch
+        if batch is None or batch.builder is not builder:
+            return wrapped(*args, **kwargs)
+        bound = self._signatures["_get_decode_wrapper"].bind(builder, *args, **kwargs)
+        bound.apply_defaults()
+        graph = bound.arguments["use_cudagraph"]
+        shape = (batch.num_decodes, batch.q_len)
+        if graph and builder.specpatch_capturing:
+            builder.specpatch_captured.add(shape)
+        # Only captured shapes replay. Without this every other (requests, q_len) that traffic brings would
+        # get a persistent wrapper and its workspace, and memory would grow for hours.
+        graph = graph and shape in builder.specpatch_captured
+        if batch.q_len == 1:
+            return wrapped(bound.arguments["batch_size"], graph)
+        return builder.specpatch_route.decode_wrapper(*shape, graph)
+
+    def fast_plan_decode(self, wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
+        batch = self._batch
+        if batch is None or batch.q_len == 1:
+            return wrapped(*args, **kwargs)
+        bound = self._signatures["fast_plan_decode"].bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = dict(bound.arguments)
+        return batch.builder.specpatch_route.plan(arguments.pop("self"), arguments)
+
+
+def edits(module: ModuleType, context: Context) -> list[Edit]:
+    patch = FlashInferSpecDecode(module, context)
+    return [
+        Edit(BUILDER, "get_cudagraph_support", patch.get_cudagraph_support),
+        Edit(BUILDER, "__init__", patch.init),
+        Edit(BUILDER, "build", patch.build),
+        Edit(BUILDER, "build_for_cudagraph_capture", patch.build_for_cudagraph_capture),
+        Edit(BUILDER, "_get_decode_wrapper", patch.get_decode_wrapper),
+        Edit(BUILDER, "_compute_flashinfer_kv_metadata", patch.compute_flashinfer_kv_metadata),
+        Edit("", "fast_plan_decode", patch.fast_plan_decode),
+        Edit("", "split_decodes_and_prefills", patch.split_decodes_and_prefills),
+    ]
+
+
+PATCH = Patch(
+    name="flashinfer-spec-decode",
+    target="vllm.v1.attention.backends.flashinfer",
+    versions={"vllm": ">=0.27.0,<=0.27.1", "flashinfer-python": ">=0.6.16,<=0.6.18.post1"},
+    digests=FLASHINFER_BACKEND_DIGESTS,
+    edits=edits,
+    summary=__doc__ or "",
+)

@@ -1,0 +1,163 @@
+"""Real vLLM and real FlashInfer on a simulated sm_86, in the pytest process itself.
+
+Only what a GPU must do is stubbed: page-locked memory, the compiled attention module (its host plan is
+recorded instead of run), and the Triton kernel that copies page indices (done in torch).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed: `make test` makes an environment with it", allow_module_level=True)
+
+PLAN_ARGUMENTS = (
+    "float_workspace int_workspace pinned_workspace qo_indptr kv_indptr kv_lens total_num_rows batch_size "
+    "num_qo_heads num_kv_heads page_size cuda_graph head_dim_qk head_dim_vo causal window_left "
+    "fixed_split_size disable_split_kv num_colocated_ctas uniform_q_len"
+).split()
+FLOAT_WORKSPACE_BYTES, INT_WORKSPACE_BYTES = 1 << 20, 70_000
+
+
+@dataclasses.dataclass
+class Recorder:
+    """Stands for FlashInfer's compiled module; keeps what the host plan was asked for."""
+
+    backend: str
+    plans: list = dataclasses.field(default_factory=list)
+
+    def plan(self, *args):
+        assert len(args) == len(PLAN_ARGUMENTS), "FlashInfer's plan has other arguments than this test knows"
+        plan = dict(zip(PLAN_ARGUMENTS, args, strict=True))
+        for name in ("qo_indptr", "kv_indptr", "kv_lens"):
+            plan[name] = plan[name].tolist()  # the buffers are reused by the next step
+        self.plans.append(SimpleNamespace(backend=self.backend, **plan))
+        return [0] * 15
+
+    def workspace_size(self, *args):
+        return FLOAT_WORKSPACE_BYTES, INT_WORKSPACE_BYTES
+
+
+@pytest.fixture(scope="session")
+def vllm_on_sm86():
+    import vllm_specpatch
+    from vllm_specpatch.patches import simulated_gpu
+
+    assert "vllm" not in sys.modules, "a test outside tests/patches imported vllm in the pytest process"
+    os.environ["VLLM_SPECPATCH"] = "auto"
+    vllm_specpatch.register()
+    simulated_gpu.install(8, 6, cubins=False)
+    import vllm.v1.attention.backends.flashinfer as backend
+
+    assert vllm_specpatch.status()["patches"]["flashinfer-spec-decode"]["state"] == "applied"
+    return backend
+
+
+def copy_page_indices(page_indices, block_table, _stride, cu_num_blocks, BLOCK_SIZE):
+    starts = cu_num_blocks.tolist()
+    for row, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        page_indices[start:end] = block_table[row, : end - start]
+
+
+@pytest.fixture
+def recorders(vllm_on_sm86, monkeypatch):
+    """backend name -> Recorder, for every compiled module that is asked for."""
+    import flashinfer.decode
+    import flashinfer.prefill
+    import flashinfer.utils
+    import torch
+
+    made: dict[str, Recorder] = {}
+
+    def get_module(backend_name, *_dtypes_and_sizes):
+        return made.setdefault(backend_name, Recorder(backend_name))
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
+    monkeypatch.setattr(flashinfer.utils, "get_compute_capability", lambda _device: (8, 6))
+    for module in (flashinfer.decode, flashinfer.prefill):
+        monkeypatch.setattr(module, "get_batch_prefill_module", get_module)
+
+    class Kernel:
+        def __getitem__(self, _grid):
+            return copy_page_indices
+
+    monkeypatch.setattr(vllm_on_sm86, "_copy_page_indices_kernel", Kernel())
+    return made
+
+
+class Bench:
+    """A metadata builder of the tiny model and batches to build with it."""
+
+    def __init__(self, backend, recorders, k, kv_cache_dtype="auto", method="eagle", **engine_arguments):
+        import tempfile
+
+        from vllm.config import set_current_vllm_config
+        from vllm_specpatch.patches import predict_probe
+
+        self.backend, self.recorders = backend, recorders
+        self.config = predict_probe.engine_config(
+            tempfile.mkdtemp(prefix="specpatch-test-"), method, k, kv_cache_dtype, **engine_arguments
+        )
+        self.current = set_current_vllm_config
+        with self.current(self.config), predict_probe.simulated_device(True):
+            self.spec, self.builder = predict_probe.make_builder(self.config, kv_cache_dtype, "cpu")
+
+    def support(self, spec=None, cls=None):
+        with self.current(self.config):
+            gate = (cls or self.backend.FlashInferMetadataBuilder).get_cudagraph_support
+            return gate(self.config, spec or self.spec).name
+
+    def batch(self, q_lens, seq_lens, num_tokens=None, causal=True):
+        import torch
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        starts = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32)
+        lengths = torch.tensor(seq_lens, dtype=torch.int32)
+        num_tokens = int(starts[-1]) if num_tokens is None else num_tokens
+        pages = 64
+        # Row i holds pages 100 i + 1, 100 i + 2, ...; a padded row holds the null block.
+        table = torch.tensor(
+            [
+                [100 * (i + 1) + p if n else 0 for p in range(pages)]
+                for i, n in enumerate(seq_lens)
+            ],
+            dtype=torch.int32,
+        )
+        return CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts.clone(),
+            seq_lens=lengths,
+            num_reqs=len(q_lens),
+            num_actual_tokens=num_tokens,
+            max_query_len=max(q_lens),
+            max_seq_len=max(seq_lens),
+            block_table_tensor=table,
+            slot_mapping=torch.zeros(num_tokens, dtype=torch.int64),
+            causal=causal,
+        )
+
+    def build(self, *args, capture=False, **kwargs):
+        """(metadata, plans made for it)"""
+        common = self.batch(*args, **kwargs)
+        before = {name: len(r.plans) for name, r in self.recorders.items()}
+        with self.current(self.config):
+            if capture:
+                metadata = self.builder.build_for_cudagraph_capture(common)
+            else:
+                metadata = self.builder.build(common_prefix_len=0, common_attn_metadata=common)
+        plans = [p for name, r in self.recorders.items() for p in r.plans[before.get(name, 0) :]]
+        return metadata, plans
+
+
+@pytest.fixture
+def bench(vllm_on_sm86, recorders):
+    return lambda k=3, **options: Bench(vllm_on_sm86, recorders, k, **options)
