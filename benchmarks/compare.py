@@ -12,7 +12,8 @@ import sys
 
 def first_difference(a: list[list[int]], b: list[list[int]]) -> str:
     rows = [
-        (next((i for i, (x, y) in enumerate(zip(r, s, strict=True)) if x != y), -1)) for r, s in zip(a, b, strict=True)
+        (next((i for i, (x, y) in enumerate(zip(r, s, strict=True)) if x != y), -1))
+        for r, s in zip(a, b, strict=True)
     ]
     differing = [i for i in rows if i >= 0]
     return "equal" if not differing else f"{len(differing)}/{len(rows)} differ from token {min(differing)}"

@@ -65,9 +65,7 @@ def why_stock(facts: Facts) -> Finding | None:
             "--attention-config.use_trtllm_attention=0 selects the native kernels, which are patched",
         )
     if facts.capability < (8, 0):
-        return _stock(
-            State.REFUSED, "the GPU is too old", "capability 8.0 or later", f"{major}.{minor}"
-        )
+        return _stock(State.REFUSED, "the GPU is too old", "capability 8.0 or later", f"{major}.{minor}")
     if facts.decode_context_parallel_size > 1:
         return _stock(
             State.REFUSED,

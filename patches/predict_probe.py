@@ -146,7 +146,9 @@ def probe(options: dict[str, Any]) -> dict[str, Any]:
     kv_cache_dtype, cubins."""
     import vllm_specpatch
 
-    os.environ["VLLM_SPECPATCH"] = "0" if options["side"] == "stock" else os.environ.get("VLLM_SPECPATCH", "auto")
+    os.environ["VLLM_SPECPATCH"] = (
+        "0" if options["side"] == "stock" else os.environ.get("VLLM_SPECPATCH", "auto")
+    )
     vllm_specpatch.register()
     simulated = options["gpu"] is not None
     if simulated:

@@ -156,7 +156,11 @@ class FlashInferSpecDecode:
         from vllm.platforms import current_platform
 
         capability = current_platform.get_device_capability()
-        gpu = f"{current_platform.get_device_name()} sm_{capability.major}{capability.minor}" if capability else ""
+        gpu = (
+            f"{current_platform.get_device_name()} sm_{capability.major}{capability.minor}"
+            if capability
+            else ""
+        )
         facts = {
             "route": commitment.decision.route,
             "gpu": gpu,
@@ -237,7 +241,7 @@ class FlashInferSpecDecode:
             commitment = self._commitments.get(id(vllm_config))
             if commitment is not None and commitment.promised:
                 raise SpecPatchError(
-                    "vllm-specpatch promised FULL CUDA graphs and then could not prepare the metadata builder; "
+                    "vllm-specpatch promised FULL CUDA graphs and then could not prepare the builder; "
                     "set VLLM_SPECPATCH=0 to serve without it"
                 ) from error
             finding = Finding(State.FAILED, f"{type(error).__name__}: {error}", next_step="vLLM runs stock")
@@ -284,7 +288,9 @@ class FlashInferSpecDecode:
             return wrapped(*args, **kwargs)
         import numpy as np
 
-        arguments = self._signatures["_compute_flashinfer_kv_metadata"].bind(builder, *args, **kwargs).arguments
+        arguments = (
+            self._signatures["_compute_flashinfer_kv_metadata"].bind(builder, *args, **kwargs).arguments
+        )
         # Rows that pad a captured batch have no tokens and no KV. A plan for q_len causal rows needs q_len
         # KV tokens (FlashInfer refuses less, and its kernel would wrap around): give them those of their
         # first block, which vLLM sets to the null block; nobody reads their output. New arrays, because

@@ -18,7 +18,7 @@ __all__ = ["__version__", "register", "status", "unpatch"]
 
 
 def register() -> None:
-    """The ``vllm.general_plugins`` entry point. Re-entrant; never raises except with ``VLLM_SPECPATCH=strict``."""
+    """The ``vllm.general_plugins`` entry point. Re-entrant; raises with ``VLLM_SPECPATCH=strict`` only."""
     from .hooks import activate
 
     activate("vllm.general_plugins entry point")

@@ -77,14 +77,17 @@ def predict(arguments: argparse.Namespace) -> int:
         for warning in side["warnings"] or ["none"]:
             print(textwrap.fill(f"{label} warns: {warning}", 110, subsequent_indent="    "))
     for name, state in patched["patches"].items():
-        print(textwrap.fill(f"patch {name}: {state} ({patched['reasons'][name]})", 110, subsequent_indent="    "))
+        print(
+            textwrap.fill(
+                f"patch {name}: {state} ({patched['reasons'][name]})", 110, subsequent_indent="    "
+            )
+        )
     return GOOD
 
 
 def list_patches(arguments: argparse.Namespace) -> int:
     patches = [
-        importlib.import_module(entry.module).PATCH
-        for entry in importlib.import_module(SERIES_MODULE).SERIES
+        importlib.import_module(entry.module).PATCH for entry in importlib.import_module(SERIES_MODULE).SERIES
     ]
     if arguments.json:
         rows = [
@@ -125,7 +128,9 @@ def print_fingerprints(arguments: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="vllm-specpatch", description=__doc__.splitlines()[0] if __doc__ else "")
+    top = argparse.ArgumentParser(
+        prog="vllm-specpatch", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
     top.add_argument("--version", action="version", version=f"vllm-specpatch {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -149,7 +154,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--json", action="store_true")
     p.set_defaults(run=list_patches)
 
-    p = commands.add_parser("fingerprint", help="digests of the installed sources, and whether they are known")
+    p = commands.add_parser(
+        "fingerprint", help="digests of the installed sources, and whether they are known"
+    )
     p.add_argument("symbols", nargs="*", metavar="MODULE:QUALNAME")
     p.set_defaults(run=print_fingerprints)
     return top

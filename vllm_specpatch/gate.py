@@ -63,9 +63,7 @@ def check_versions(
     return None
 
 
-def check_digests(
-    patch: Patch, digest: Callable[[str], str] = fingerprint.of_symbol
-) -> Finding | None:
+def check_digests(patch: Patch, digest: Callable[[str], str] = fingerprint.of_symbol) -> Finding | None:
     """None if the source of everything the patch wraps or relies on is known; otherwise the refusal."""
     for symbol, accepted in patch.digests.items():
         try:

@@ -106,7 +106,9 @@ class Engine:
             except Exception as e:
                 self.say(logging.ERROR, f"defect, nothing was patched:\n{traceback.format_exc()}")
                 finding = Finding(
-                    State.FAILED, f"{type(e).__name__}: {e}", next_step="report this log line; vLLM runs stock"
+                    State.FAILED,
+                    f"{type(e).__name__}: {e}",
+                    next_step="report this log line; vLLM runs stock",
                 )
             self.settle_group(group, finding)
 

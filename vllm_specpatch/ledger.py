@@ -60,7 +60,9 @@ class Ledger:
                     raise SpecPatchError(f"{change.where} did not keep the value that was set")
         except BaseException:
             for change in reversed(done):
-                _put_back(change)
+                # Also the one that failed: its setattr may have raised after storing the value.
+                if vars(change.owner).get(change.name) is change.replacement:
+                    _put_back(change)
             raise
         self._changes += done
 

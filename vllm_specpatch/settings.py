@@ -52,9 +52,7 @@ def read(environ: Mapping[str, str], patch_names: frozenset[str]) -> Settings:
 
     mode = MODES.get(value("VLLM_SPECPATCH").lower())
     if mode is None:
-        return Settings(
-            error=_wrong("VLLM_SPECPATCH", value("VLLM_SPECPATCH"), "auto, 1/on, 0/off, strict")
-        )
+        return Settings(error=_wrong("VLLM_SPECPATCH", value("VLLM_SPECPATCH"), "auto, 1/on, 0/off, strict"))
     error = None
     route = value("VLLM_SPECPATCH_ROUTE").lower() or "auto"
     if route not in ROUTES:

@@ -97,19 +97,25 @@ def recorders(vllm_on_sm86, monkeypatch):
 class Bench:
     """A metadata builder of the tiny model and batches to build with it."""
 
-    def __init__(self, backend, recorders, k, kv_cache_dtype="auto", method="eagle", **engine_arguments):
+    def __init__(
+        self, backend, recorders, k, kv_cache_dtype="auto", method="eagle", change=None, **engine_arguments
+    ):
         import tempfile
 
         from vllm.config import set_current_vllm_config
+
         from vllm_specpatch.patches import predict_probe
 
         self.backend, self.recorders = backend, recorders
         self.config = predict_probe.engine_config(
             tempfile.mkdtemp(prefix="specpatch-test-"), method, k, kv_cache_dtype, **engine_arguments
         )
+        if change is not None:
+            change(self.config)
         self.current = set_current_vllm_config
         with self.current(self.config), predict_probe.simulated_device(True):
             self.spec, self.builder = predict_probe.make_builder(self.config, kv_cache_dtype, "cpu")
+        self.layers = list(self.config.compilation_config.static_forward_context)
 
     def support(self, spec=None, cls=None):
         with self.current(self.config):
@@ -126,10 +132,7 @@ class Bench:
         pages = 64
         # Row i holds pages 100 i + 1, 100 i + 2, ...; a padded row holds the null block.
         table = torch.tensor(
-            [
-                [100 * (i + 1) + p if n else 0 for p in range(pages)]
-                for i, n in enumerate(seq_lens)
-            ],
+            [[100 * (i + 1) + p if n else 0 for p in range(pages)] for i, n in enumerate(seq_lens)],
             dtype=torch.int32,
         )
         return CommonAttentionMetadata(

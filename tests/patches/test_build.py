@@ -92,7 +92,7 @@ def test_k_changed_per_batch(bench, q_len):
     """Dynamic speculative decoding: fewer draft tokens than configured, in the same engine."""
     b = bench(k=3)
     b.build([4, 4], [4, 4], capture=True)
-    metadata, [plan] = b.build([q_len, q_len], [20, 33])
+    _, [plan] = b.build([q_len, q_len], [20, 33])
     assert plan.qo_indptr == [0, q_len, 2 * q_len] and plan.uniform_q_len == q_len
     assert plan.cuda_graph is (q_len == 4), "only captured shapes replay"
 
@@ -136,7 +136,7 @@ def test_non_causal_batch_is_stock_prefill(bench):
 
 def test_graph_wrappers_get_a_workspace_of_their_own_size(bench):
     b = bench(k=3)
-    metadata, [plan] = b.build([4], [20], capture=True)
+    _, [plan] = b.build([4], [20], capture=True)
     assert plan.int_workspace.numel() == 2 * 64 * 1024  # 70,000 bytes rounded up, not 8 MiB
     assert plan.float_workspace is b.builder._get_workspace_buffer()
 

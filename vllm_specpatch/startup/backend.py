@@ -43,8 +43,8 @@ def _add_startup_files(wheel: Path) -> None:
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
-    # A stale build/ folder would put patches that were deleted since back into the wheel.
-    shutil.rmtree("build", ignore_errors=True)
+    # A stale build/lib would put patches that were deleted since back into the wheel.
+    shutil.rmtree("build/lib", ignore_errors=True)
     name = build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
     _add_startup_files(Path(wheel_directory) / name)
     return name
