@@ -28,6 +28,7 @@ class NativeRoute:
     """
 
     name = "native"
+    builds = False
 
     def __init__(self, builder: Any, flashinfer_backend: Any) -> None:
         self._builder = builder

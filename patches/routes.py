@@ -1,57 +1,68 @@
-"""Who serves multi-token decodes. Chosen once per configuration, before CUDA-graph support is promised.
+"""Who serves multi-token decodes. The candidates are fixed before CUDA-graph support is promised.
 
-The seam for further routes: add a module with a :class:`Route` and name it in :data:`ROUTES`, best first.
+A route is an object per metadata builder. Whether a route can serve at all is asked without side effects
+(:meth:`Route.why_not`); making one for a builder may still fail (a module that does not compile), and then
+the next candidate is tried. Graphs are only promised if the last candidate cannot fail that way.
 """
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
-from ..patch import Finding, State
+from ..patch import Finding
 from .native import NativeRoute
+from .routes_base import RouteUnavailable
+from .spec_mask_route import SpecMaskRoute
 
 
 class Route(Protocol):
-    """What the FlashInfer patch asks of a route. One instance per metadata builder."""
+    """What the FlashInfer patch asks of a route."""
 
     name: str
+    #: True: ``build(common, stock_build, capturing, captured)`` makes the metadata of causal batches.
+    #: False: vLLM's ``build()`` runs and asks for ``decode_wrapper(requests, q_len, graph)`` and
+    #: ``plan(wrapper, arguments of fast_plan_decode by name)`` (see :class:`.native.NativeRoute`).
+    builds: bool
 
     @classmethod
     def why_not(cls) -> Finding | None:
         """None if this route can serve on this machine; otherwise why not. No side effects."""
 
     def __init__(self, builder: Any, flashinfer_backend: Any) -> None:
-        """``builder``: the ``FlashInferMetadataBuilder``; ``flashinfer_backend``: its vLLM module."""
-
-    def decode_wrapper(self, num_requests: int, q_len: int, graph: bool) -> Any:
-        """The object that ``FIDecode.wrapper`` gets for ``num_requests`` decodes of ``q_len`` rows each.
-
-        It has ``run()`` and the attributes that ``FlashInferImpl.forward`` asserts on. With ``graph`` the
-        same object must come back for the same shape: captured graphs hold its buffers.
-        """
-
-    def plan(self, wrapper: Any, plan_arguments: dict[str, Any]) -> None:
-        """Plans the step; ``plan_arguments`` are those of vLLM's ``fast_plan_decode`` by name."""
+        """``builder``: the ``FlashInferMetadataBuilder``, its threshold set; ``flashinfer_backend``: its
+        vLLM module. Raises :class:`.routes_base.RouteUnavailable`."""
 
 
-ROUTES: dict[str, type[Route]] = {"native": NativeRoute}
+ROUTES: dict[str, type[Route]] = {"spec_mask": SpecMaskRoute, "native": NativeRoute}
+
+#: What ``auto`` tries, best first. ``spec_mask`` is served by name until its end-to-end run on a GPU is in
+#: benchmarks/results.
+AUTO = ("native",)
 
 
-def choose(wanted: str) -> type[Route] | Finding:
-    """The route for ``VLLM_SPECPATCH_ROUTE=wanted``, or why none can serve."""
-    if wanted != "auto" and wanted not in ROUTES:
-        return Finding(
-            State.REFUSED,
-            f"this version has no route {wanted!r}",
-            wanted=f"VLLM_SPECPATCH_ROUTE=auto or {', '.join(ROUTES)}",
-            found=wanted,
-            next_step="unset VLLM_SPECPATCH_ROUTE",
-        )
+def candidates(wanted: str) -> list[type[Route]] | Finding:
+    """The routes to try for ``VLLM_SPECPATCH_ROUTE=wanted``, in order, or why none can serve."""
     refusal = None
-    for name, route in ROUTES.items():
-        if wanted in ("auto", name):
-            refusal = route.why_not()
-            if refusal is None:
-                return route
+    found: list[type[Route]] = []
+    for name in AUTO if wanted == "auto" else (wanted,):
+        refusal = ROUTES[name].why_not()
+        if refusal is None:
+            found.append(ROUTES[name])
+    if found:
+        return found
     assert refusal is not None
     return refusal
+
+
+def make(routes: list[type[Route]], builder: Any, flashinfer_backend: Any) -> tuple[Route, list[Finding]]:
+    """The first route that can be made for a builder, and why the better ones could not.
+
+    Raises :class:`.routes_base.RouteUnavailable` if none can.
+    """
+    refusals: list[Finding] = []
+    for route in routes:
+        try:
+            return route(builder, flashinfer_backend), refusals
+        except RouteUnavailable as e:
+            refusals.append(e.finding)
+    raise RouteUnavailable(refusals[-1])

@@ -118,7 +118,7 @@ def _simulate_torch(major: int, minor: int) -> None:
     torch.cuda.get_device_properties = lambda *a, **k: properties
     torch.cuda.get_device_name = lambda *a, **k: properties.name
     if torch.version.cuda is None:
-        torch.version.cuda = "13.0"  # type: ignore[assignment]
+        torch.version.cuda = "13.0"
 
     # "Does this build support X?" operators of the compiled library are called while layers are imported.
     find_op = _OpNamespace.__getattr__
@@ -131,7 +131,7 @@ def _simulate_torch(major: int, minor: int) -> None:
                 return lambda *a, **k: False
             raise
 
-    _OpNamespace.__getattr__ = find_op_or_no  # type: ignore[method-assign]
+    _OpNamespace.__getattr__ = find_op_or_no
 
 
 def _finish_vllm(cubins: bool | None) -> None:
@@ -147,9 +147,9 @@ def _finish_vllm(cubins: bool | None) -> None:
     if hasattr(torch_utils, "PIN_MEMORY"):
         torch_utils.PIN_MEMORY = False
     platform_utils = sys.modules.get("vllm.utils.platform_utils")
-    cached = getattr(platform_utils, "is_pin_memory_available", None)
-    if hasattr(cached, "cache_clear"):
-        cached.cache_clear()
+    forget = getattr(getattr(platform_utils, "is_pin_memory_available", None), "cache_clear", None)
+    if forget is not None:
+        forget()
     import vllm.model_executor.models.registry as registry
 
     if hasattr(registry, "_run_in_subprocess"):

@@ -26,6 +26,7 @@ Reason class
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import threading
 import weakref
@@ -49,9 +50,9 @@ class Commitment:
     an error must surface: falling back quietly would replay graphs over plans that were never made.
     """
 
-    def __init__(self, decision: Decision, route: type[routes.Route] | None) -> None:
+    def __init__(self, decision: Decision, candidates: list[type[routes.Route]]) -> None:
         self.decision = decision
-        self.route = route
+        self.candidates = candidates
         self.promised = False
 
     @property
@@ -59,7 +60,7 @@ class Commitment:
         return self.decision.applies
 
     def withdraw(self, finding: Finding) -> None:
-        self.decision = Decision(False, finding)
+        self.decision, self.candidates = Decision(False, finding), []
 
 
 class Batch:
@@ -95,6 +96,7 @@ class FlashInferSpecDecode:
             name: inspect.signature(function)
             for name, function in (
                 ("get_cudagraph_support", self.builder_class.get_cudagraph_support),
+                ("build", self.builder_class.build),
                 ("_get_decode_wrapper", self.builder_class._get_decode_wrapper),
                 (
                     "_compute_flashinfer_kv_metadata",
@@ -119,14 +121,28 @@ class FlashInferSpecDecode:
             return found
 
     def _decide(self, vllm_config: Any) -> Commitment:
-        finding = why_stock(self._facts(vllm_config))
+        facts = self._facts(vllm_config)
+        finding = why_stock(facts)
         if finding is not None:
-            return Commitment(Decision(False, finding), None)
-        route = routes.choose(self.context.settings.route)
-        if isinstance(route, Finding):
-            return Commitment(Decision(False, route), None)
+            return self._decide_plain_decode(facts, finding)
+        candidates = routes.candidates(self.context.settings.route)
+        if isinstance(candidates, Finding):
+            return Commitment(Decision(False, candidates), [])
         applied = Finding(State.APPLIED, "FULL CUDA graphs for FlashInfer speculative decoding")
-        return Commitment(Decision(True, applied, route.name), route)
+        return Commitment(Decision(True, applied, candidates[0].name), candidates)
+
+    def _decide_plain_decode(self, facts: Facts, finding: Finding) -> Commitment:
+        """Without speculation there is nothing to promise, but stock waits for the GPU on every build there
+        too: a route that plans on the device takes the decodes, with threshold and graphs left alone."""
+        speculating = dataclasses.replace(facts, num_speculative_tokens=1)
+        if facts.num_speculative_tokens or why_stock(speculating) is not None:
+            return Commitment(Decision(False, finding), [])
+        candidates = routes.candidates(self.context.settings.route)
+        planners = [] if isinstance(candidates, Finding) else [r for r in candidates if r.builds]
+        if not planners:
+            return Commitment(Decision(False, finding), [])
+        applied = Finding(State.APPLIED, "decode batches are planned on the GPU, without speculation")
+        return Commitment(Decision(False, applied, planners[0].name), planners)
 
     def _facts(self, vllm_config: Any) -> Facts:
         from vllm import envs
@@ -211,13 +227,11 @@ class FlashInferSpecDecode:
             return
         try:
             commitment = self.commitment(builder.vllm_config)
-            if not (commitment.applies and self._is_ours(builder.kv_cache_spec)):
+            if not (commitment.candidates and self._is_ours(builder.kv_cache_spec)):
                 return
             if not builder.enable_cuda_graph:
                 # Another backend of the model lowered the mode before this builder was made (V1 runner).
                 return
-            assert commitment.route is not None
-            route = commitment.route(builder, self.module)
             if builder.q_data_type_decode.itemsize == 1:
                 # FA2 takes no FP8 queries; they would be asked for on sm_90 and sm_10x without cubins.
                 builder.q_data_type_decode = builder.model_config.dtype
@@ -225,8 +239,13 @@ class FlashInferSpecDecode:
             builder.specpatch_capturing = False
             # vLLM's own rule, including parallel drafting (1 + 2k) and the DCP guard.
             builder._init_reorder_batch_threshold(
-                1, supports_spec_as_decode=True, supports_dcp_with_varlen=False
+                1, supports_spec_as_decode=commitment.applies, supports_dcp_with_varlen=False
             )
+            route, refusals = routes.make(commitment.candidates, builder, self.module)
+            for refusal in refusals:
+                wanted = commitment.decision.route
+                reason = f"route {route.name} serves a group instead of {wanted}: {refusal}"
+                self.context.decided(Finding(State.APPLIED, reason), route=route.name)
             builder.specpatch_route = route
         except Refused:
             raise
@@ -236,7 +255,7 @@ class FlashInferSpecDecode:
             self._failed(builder.vllm_config, e)
 
     def _failed(self, vllm_config: Any, error: Exception) -> None:
-        """Withdraws the commitment if nothing was promised yet; otherwise raises."""
+        """Withdraws the commitment if nothing was promised yet; otherwise raises. Says it once."""
         with self._lock:
             commitment = self._commitments.get(id(vllm_config))
             if commitment is not None and commitment.promised:
@@ -244,9 +263,13 @@ class FlashInferSpecDecode:
                     "vllm-specpatch promised FULL CUDA graphs and then could not prepare the builder; "
                     "set VLLM_SPECPATCH=0 to serve without it"
                 ) from error
-            finding = Finding(State.FAILED, f"{type(error).__name__}: {error}", next_step="vLLM runs stock")
+            if isinstance(error, routes.RouteUnavailable):
+                finding = error.finding
+            else:
+                why = f"{type(error).__name__}: {error}"
+                finding = Finding(State.FAILED, why, next_step="report this line; vLLM runs stock")
             if commitment is None:
-                self._commitments[id(vllm_config)] = Commitment(Decision(False, finding), None)
+                self._commitments[id(vllm_config)] = Commitment(Decision(False, finding), [])
             else:
                 commitment.withdraw(finding)
         self.context.decided(finding)
@@ -258,7 +281,19 @@ class FlashInferSpecDecode:
         return getattr(self._thread, "batch", None)
 
     def build(self, wrapped: Any, builder: Any, args: Any, kwargs: Any) -> Any:
-        if getattr(builder, "specpatch_route", None) is None:
+        route = getattr(builder, "specpatch_route", None)
+        if route is None:
+            return wrapped(*args, **kwargs)
+        if route.builds:
+            arguments = self._signatures["build"].bind(builder, *args, **kwargs).arguments
+            common = arguments["common_attn_metadata"]
+            if arguments["common_prefix_len"] == 0 and common.causal is True:
+                return route.build(
+                    common,
+                    lambda part: wrapped(common_prefix_len=0, common_attn_metadata=part),
+                    builder.specpatch_capturing,
+                    builder.specpatch_captured,
+                )
             return wrapped(*args, **kwargs)
         self._thread.batch = Batch(builder)
         try:

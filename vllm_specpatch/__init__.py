@@ -38,7 +38,7 @@ def status() -> dict:
 
 
 def unpatch() -> list[str]:
-    """Puts every original attribute back and returns one line per restored or kept attribute.
+    """Puts every original attribute back; returns a line per attribute and one on what stays captured.
 
     CUDA graphs that were captured, and metadata builders that were made, while patched keep their decode
     wrappers and their reorder threshold: they go on working as captured. Only engines started after this

@@ -11,14 +11,17 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from . import __version__, fingerprint
+from . import __version__, checklog, doctor, fingerprint
 from .hooks import SERIES_MODULE
 
 GOOD, WRONG, CANNOT_TELL = 0, 1, 2
 PROBE_MODULE = f"{SERIES_MODULE}.predict_probe"
 PROBE_TIMEOUT_S = 300
+#: The kernels' build module; a string, because the engine knows no kernel.
+BUILD_MODULE = "vllm_specpatch.kernels.build"
 ROWS = (
     ("support", "CUDA-graph support"),
     ("reorder_batch_threshold", "reorder_batch_threshold"),
@@ -127,6 +130,20 @@ def print_fingerprints(arguments: argparse.Namespace) -> int:
     return WRONG if bad else GOOD
 
 
+def build(arguments: argparse.Namespace) -> int:
+    kernels = importlib.import_module(BUILD_MODULE)
+    try:
+        specs = [kernels.parse_spec(text) for text in arguments.spec]
+        built = kernels.prebuild(specs, arguments.arch.split(","), Path(arguments.out))
+    except (kernels.BuildError, ValueError) as e:
+        print(f"vllm-specpatch build: {e}", file=sys.stderr)
+        return WRONG
+    for one in built:
+        print(one)
+    print(f"set {kernels.PREBUILT_ENV}={Path(arguments.out).absolute()} where vLLM runs")
+    return GOOD
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="vllm-specpatch", description=__doc__.splitlines()[0] if __doc__ else ""
@@ -159,6 +176,21 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("symbols", nargs="*", metavar="MODULE:QUALNAME")
     p.set_defaults(run=print_fingerprints)
+    p = commands.add_parser(
+        "build", help="compile spec-mask modules ahead, on a machine with nvcc and no GPU"
+    )
+    p.add_argument("--arch", required=True, help="compute capabilities, for example 8.0,8.6,8.9,9.0a")
+    p.add_argument(
+        "--spec",
+        required=True,
+        action="append",
+        help="query dtype/KV dtype/head_dim/group size, for example bf16/fp8_e4m3/128/g4; repeatable",
+    )
+    p.add_argument("--out", required=True, help="folder for the modules")
+    p.set_defaults(run=build)
+
+    doctor.add_parser(commands)
+    checklog.add_parser(commands)
     return top
 
 

@@ -38,7 +38,7 @@ def _code_of(obj: Any, where: str, package: str) -> CodeType:
         elif type(obj) is type(functools.lru_cache(lambda: None)):
             obj = obj.__wrapped__
         elif type(obj) is FunctionType and "__wrapped__" in vars(obj) and _is_of(obj, package):
-            obj = obj.__wrapped__
+            obj = vars(obj)["__wrapped__"]
         elif type(obj) is FunctionType:
             return obj.__code__
         else:

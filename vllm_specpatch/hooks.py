@@ -148,6 +148,10 @@ class Engine:
         with self.lock:
             self.retired = True  # hooks that still wait must not apply later
             lines = self.ledger.restore()
+            if lines:
+                lines.append(
+                    "captured CUDA graphs and builders made while patched keep their wrappers and threshold"
+                )
             for record in self.records.values():
                 record.finding = Finding(State.DISABLED, "unpatch() was called")
             return lines

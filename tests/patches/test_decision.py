@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from vllm_specpatch.patch import Finding, State
+from vllm_specpatch.patch import State
 from vllm_specpatch.patches import decision, native, routes
 
 PLAIN = decision.Facts(
@@ -64,14 +64,35 @@ def test_stock_with_a_reason(changes, state):
 def test_native_is_refused_before_flashinfer_had_it(monkeypatch, version, usable):
     monkeypatch.setattr(native.gate, "installed_version", lambda name: version)
     assert (native.NativeRoute.why_not() is None) is usable
-    chosen = routes.choose("auto")
-    assert chosen is native.NativeRoute if usable else chosen.state is State.REFUSED
+    found = routes.candidates("native")
+    if usable:
+        assert found == [native.NativeRoute]
+    else:
+        assert found.state is State.REFUSED and found.wanted and found.next_step
 
 
-def test_a_forced_route_that_does_not_exist_is_refused_with_the_next_step():
-    finding = routes.choose("spec_mask") if "spec_mask" not in routes.ROUTES else None
-    if finding is not None:
-        assert isinstance(finding, Finding) and finding.state is State.REFUSED and finding.next_step
+def test_a_forced_route_is_the_only_candidate():
+    assert routes.candidates("spec_mask") == [routes.ROUTES["spec_mask"]]
+
+
+def test_the_last_route_of_auto_cannot_fail_for_a_builder():
+    """Graphs are promised before builders are made (V1 runner); native only refuses by version."""
+    assert routes.AUTO[-1] == "native"
+
+
+def test_the_next_route_serves_where_the_better_one_cannot():
+    class Broken:
+        def __init__(self, builder, backend):
+            raise routes.RouteUnavailable(decision.Finding(State.REFUSED, "no compiler"))
+
+    class Working:
+        def __init__(self, builder, backend):
+            pass
+
+    route, refusals = routes.make([Broken, Working], None, None)
+    assert isinstance(route, Working) and [str(r) for r in refusals] == ["no compiler"]
+    with pytest.raises(routes.RouteUnavailable, match="no compiler"):
+        routes.make([Broken], None, None)
 
 
 # -- gate and threshold on real vLLM: never one without the other -----------------------------------

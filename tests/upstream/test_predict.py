@@ -10,7 +10,8 @@ import pytest
 CLI = [sys.executable, "-P", "-m", "vllm_specpatch.cli"]
 WARNING = (
     "CUDAGraphMode.FULL_AND_PIECEWISE is not supported with spec-decode for attention "
-    "backend FlashInferBackend (support: AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE); setting cudagraph_mode=PIECEWISE"
+    "backend FlashInferBackend (support: AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE); "
+    "setting cudagraph_mode=PIECEWISE"
 )
 SINGLE = ("UNIFORM_SINGLE_TOKEN_DECODE", 1, "PIECEWISE")
 

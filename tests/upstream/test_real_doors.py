@@ -89,8 +89,9 @@ print(json.dumps({"lines": lines, "stock": all(fingerprint.of_symbol(s) in d for
 """
     )
     result = python(code)
-    assert result["stock"] and len(result["lines"]) == 8
-    assert all(line.endswith(": restored") for line in result["lines"])
+    assert result["stock"] and len(result["lines"]) == 9
+    assert all(line.endswith(": restored") for line in result["lines"][:8])
+    assert "captured CUDA graphs" in result["lines"][8]
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])

@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# The end-to-end proof on a GPU machine with vLLM and FlashInfer installed: stock, then this package, side by
+# side in one session, with token comparison. Prints a table and writes JSON files.
+#
+#   bash benchmarks/gpu_proof.sh OUT timing          # one process at a time: times count (about 8 minutes)
+#   bash benchmarks/gpu_proof.sh OUT tokens          # three at a time: tokens and graphs count, times do not
+#
+# `timing` begins with stock vLLM and therefore wants the package NOT installed; it installs the checkout with pip.
+# PYTHON (python3), CELLS ("bs=1,8,32 ctx=1024,8192 out=64") and ROUTES ("native spec_mask") may be set.
+set -uo pipefail
+checkout=$(cd "$(dirname "$0")/.." && pwd)
+out=$(mkdir -p "$1" && cd "$1" && pwd) what=$2
+python=${PYTHON:-python3} cells=${CELLS:-bs=1,8,32 ctx=1024,8192 out=64} routes=${ROUTES:-native spec_mask}
+raw=${RAW:-/tmp/specpatch-proof}
+mkdir -p "$raw" "$out/log"
+# Never in the checkout: `python -m` children of vLLM would find its folders as top-level packages.
+cd "$raw" || exit 1
+export PYTHONUNBUFFERED=1
+
+run() { # NAME BACKEND key=value...
+    local name=$1
+    shift
+    timeout "${LIMIT:-300}" "$python" -P "$checkout/benchmarks/e2e.py" "$name" "$@" "json=$raw/$name.json" \
+        > "$out/log/$name.log" 2>&1
+    echo "$name rc=$? $(date +%T)"
+    [ -s "$raw/$name.json" ] || tail -n 3 "$out/log/$name.log" | cut -c1-300
+}
+
+compare() { # RESULT NAME...
+    local result=$1 files=()
+    shift
+    for name in "$@"; do [ -s "$raw/$name.json" ] && files+=("$raw/$name.json"); done
+    [ ${#files[@]} -gt 0 ] && "$python" -P "$checkout/benchmarks/compare.py" "${files[@]}" --write "$out/$result.json"
+}
+
+case $what in
+timing)
+    if "$python" -c "import vllm_specpatch" 2> /dev/null; then
+        echo "vllm-specpatch is installed: stock runs with VLLM_SPECPATCH=0"
+        VLLM_SPECPATCH=0 run stock FLASHINFER k=7 $cells
+    else
+        run stock FLASHINFER k=7 $cells
+        "$python" -m pip install -q --no-deps --no-build-isolation --no-index "$checkout" || exit 1
+    fi
+    names=(stock)
+    for route in $routes; do
+        VLLM_SPECPATCH_ROUTE=$route run "$route" FLASHINFER k=7 $cells
+        names+=("$route")
+    done
+    # Its first CUDA graph alone takes a minute.
+    LIMIT=${FLASH_ATTN_LIMIT:-420} run flash_attn FLASH_ATTN fa=2 k=7 $cells
+    compare timing "${names[@]}" flash_attn
+    ;;
+tokens)
+    small="$cells repeats=1 mem=0.25 gpu_gib=14"
+    jobs=()
+    for variant in k1:k=1 k3:k=3 fp8:k=7,kv=fp8 v1:k=7 ngram:k=3,method=ngram k0:k=0; do
+        name=${variant%%:*} keys=${variant#*:}
+        for route in off $routes; do jobs+=("$name $route ${keys//,/ }"); done
+    done
+    one() { # NAME ROUTE key=value...
+        local name=$1 route=$2
+        shift 2
+        [ "$name" = v1 ] && export VLLM_USE_V2_MODEL_RUNNER=0
+        if [ "$route" = off ]; then export VLLM_SPECPATCH=0; else export VLLM_SPECPATCH_ROUTE=$route; fi
+        run "$name-$route" FLASHINFER "$@" $small
+    }
+    for job in "${jobs[@]}"; do
+        # shellcheck disable=SC2086  # the job is a list of words
+        (one $job) &
+        while [ "$(jobs -rp | wc -l)" -ge 3 ]; do wait -n; done
+    done
+    wait
+    for name in k1 k3 fp8 v1 ngram k0; do
+        files=()
+        for route in off $routes; do files+=("$name-$route"); done
+        echo "== $name"
+        compare "$name" "${files[@]}"
+    done
+    ;;
+*)
+    echo "usage: gpu_proof.sh OUT timing|tokens" >&2
+    exit 2
+    ;;
+esac
+tar -czf "$out/logs.tgz" -C "$out" log && rm -r "$out/log"

@@ -1,0 +1,66 @@
+"""The specs that the check and the benchmark load; few modules, each with all it needs."""
+
+from vllm_specpatch.kernels.spec_mask import Spec
+
+ALL_MASKS = ("bits", "causal", "full")
+
+
+def check_spec(head_dim, group_size, dtype_q="bfloat16", dtype_kv="bfloat16", **extra):
+    """All masks and, through the long max_q_len, all query tiles: specs that differ only in the
+    group size share a module."""
+    return Spec(
+        head_dim=head_dim,
+        group_size=group_size,
+        dtype_q=dtype_q,
+        dtype_kv=dtype_kv,
+        masks=ALL_MASKS,
+        max_q_len=128,
+        **extra,
+    )
+
+
+CHECK_SPECS = [
+    check_spec(128, 4),
+    check_spec(128, 4, dtype_kv="float8_e4m3fn"),
+    check_spec(128, 4, dtype_kv="float8_e5m2"),
+    check_spec(128, 4, dtype_q="float16", dtype_kv="float16"),
+    check_spec(128, 4, window=True),
+    check_spec(128, 4, soft_cap=True),
+    check_spec(256, 6),
+    check_spec(256, 6, dtype_kv="float8_e4m3fn"),
+    check_spec(64, 1),
+]
+
+# Query tiles of 32 rows (csrc/attention.cuh): checked like the rest, timed by gpu_bench.py --tune,
+# not the default before they have been measured.
+TILE_32_SPECS = [
+    Spec(
+        head_dim=head_dim,
+        group_size=4,
+        dtype_kv=dtype_kv,
+        masks=("bits", "causal"),
+        max_q_len=16,
+        tile_32=True,
+        mma_kv=mma_kv,
+    )
+    for head_dim, dtype_kv, mma_kv in (
+        (128, "float8_e4m3fn", 0),
+        (128, "bfloat16", 0),
+        (64, "bfloat16", 0),
+        (128, "float8_e4m3fn", 2),
+    )
+]
+
+# Geometries 32/8/128 and 24/4/256; the same modules as above.
+BENCH_SPECS = [
+    check_spec(128, 4),
+    check_spec(128, 4, dtype_kv="float8_e4m3fn"),
+    check_spec(256, 6),
+    check_spec(256, 6, dtype_kv="float8_e4m3fn"),
+]
+
+# Other KV tiles and query tiles than the ones attention.cuh picks, for gpu_bench.py --tune.
+TUNE_SPECS = [
+    Spec(head_dim=128, group_size=4, dtype_kv="float8_e4m3fn", mma_kv=4),
+    *(s for s in TILE_32_SPECS if s.head_dim == 128),
+]

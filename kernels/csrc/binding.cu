@@ -1,0 +1,306 @@
+// The module's exported functions: shape, info, plan and run.
+//
+// Python checks dtypes, shapes and devices before it calls (spec_mask.py); what is checked again
+// here is only what would otherwise corrupt memory.
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "attention.cuh"
+#include "merge.cuh"
+#include "planner.cuh"
+#include "tvm/ffi/container/array.h"
+#include "tvm_ffi_utils.h"
+
+using tvm::ffi::Array;
+using tvm::ffi::Optional;
+
+namespace spec_mask {
+
+// (mode, tile) pairs in this module; generated: X(kCausal, 16) X(kCausal, 64) ...
+#define SPEC_MASK_DECLARE(MODE, TILE_Q)                                                      \
+  template <>                                                                                \
+  cudaError_t launch_attention<MaskMode::MODE, TILE_Q>(const Params&, uint32_t, uint32_t,    \
+                                                       cudaStream_t);                        \
+  template <>                                                                                \
+  cudaError_t attention_info<MaskMode::MODE, TILE_Q>(KernelInfo*);
+SPEC_MASK_UNITS(SPEC_MASK_DECLARE)
+#undef SPEC_MASK_DECLARE
+
+// A thread block as a planning team (planner.cuh).
+template <int THREADS>
+struct BlockTeam {
+  static constexpr int kWarps = THREADS / 32;
+  // One slot per warp. Plain arrays: shared variables may not have constructors.
+  struct Exchange {
+    int64_t tokens[kWarps];
+    int4 rest[kWarps];
+    int2 pairs[kWarps];
+  };
+  Exchange* exchange;  // shared
+
+  __device__ int32_t rank() const { return threadIdx.x; }
+  __device__ int32_t size() const { return THREADS; }
+  __device__ int32_t group() const { return threadIdx.x / 32; }
+  __device__ int32_t groups() const { return kWarps; }
+  __device__ int32_t lane() const { return threadIdx.x % 32; }
+  __device__ int32_t lanes() const { return 32; }
+  __device__ void sync() const { __syncthreads(); }
+
+  __device__ int32_t group_sum(int32_t v) const { return __reduce_add_sync(0xffffffffu, v); }
+
+  __device__ static Totals warp_reduce(Totals v) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      v.tokens += __shfl_xor_sync(0xffffffffu, v.tokens, offset);
+    }
+    v.tiles = __reduce_add_sync(0xffffffffu, v.tiles);
+    v.longest = __reduce_max_sync(0xffffffffu, v.longest);
+    v.rows = __reduce_max_sync(0xffffffffu, v.rows);
+    v.status = static_cast<int32_t>(__reduce_or_sync(0xffffffffu, v.status));
+    return v;
+  }
+
+  // Two steps of the same warp reduction: within each warp, then over the warps' results.
+  __device__ Totals reduce(Totals v) const {
+    v = warp_reduce(v);
+    __syncthreads();
+    if (lane() == 0) {
+      exchange->tokens[group()] = v.tokens;
+      exchange->rest[group()] = make_int4(v.tiles, v.longest, v.rows, v.status);
+    }
+    __syncthreads();
+    Totals all;
+    if (lane() < kWarps) {
+      all.tokens = exchange->tokens[lane()];
+      const int4 rest = exchange->rest[lane()];
+      all.tiles = rest.x;
+      all.longest = rest.y;
+      all.rows = rest.z;
+      all.status = rest.w;
+    }
+    return warp_reduce(all);
+  }
+
+  __device__ static Pair warp_scan(Pair v, int32_t lane) {
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const int32_t ctas = __shfl_up_sync(0xffffffffu, v.ctas, offset);
+      const int32_t rows = __shfl_up_sync(0xffffffffu, v.rows, offset);
+      if (lane >= offset) v = Pair{v.ctas + ctas, v.rows + rows};
+    }
+    return v;
+  }
+
+  __device__ Pair exclusive_scan(Pair v, Pair* total) const {
+    const Pair inclusive = warp_scan(v, lane());
+    __syncthreads();
+    if (lane() == 31) exchange->pairs[group()] = make_int2(inclusive.ctas, inclusive.rows);
+    __syncthreads();
+    Pair warps{0, 0};
+    if (lane() < kWarps) warps = Pair{exchange->pairs[lane()].x, exchange->pairs[lane()].y};
+    warps = warp_scan(warps, lane());
+    total->ctas = __shfl_sync(0xffffffffu, warps.ctas, 31);
+    total->rows = __shfl_sync(0xffffffffu, warps.rows, 31);
+    Pair before{__shfl_sync(0xffffffffu, warps.ctas, (group() + 31) % 32),
+                __shfl_sync(0xffffffffu, warps.rows, (group() + 31) % 32)};
+    if (group() == 0) before = Pair{0, 0};
+    return Pair{before.ctas + inclusive.ctas - v.ctas, before.rows + inclusive.rows - v.rows};
+  }
+};
+
+template <int THREADS>
+__global__ void __launch_bounds__(THREADS)
+    plan_kernel(const __grid_constant__ PlanShape shape, const int32_t* seq_lens,
+                const int32_t* query_start_loc, int32_t num_requests, int32_t* buffer) {
+  extern __shared__ __align__(16) int32_t scratch[];
+  __shared__ typename BlockTeam<THREADS>::Exchange exchange;
+  BlockTeam<THREADS> team{&exchange};
+  make_plan(team, shape, seq_lens, query_start_loc, num_requests, plan_arrays(shape, buffer),
+            scratch);
+}
+
+// Field order of the shape vector exchanged with Python, SHAPE_FIELDS in spec_mask.py.
+constexpr int64_t kShapeFields = sizeof(PlanShape) / sizeof(int32_t);
+static_assert(kShapeFields == 20, "SHAPE_FIELDS in spec_mask.py must follow PlanShape");
+
+PlanShape read_shape(const Array<int64_t>& fields) {
+  TVM_FFI_ICHECK_EQ(static_cast<int64_t>(fields.size()), kShapeFields);
+  PlanShape shape;
+  int32_t* raw = reinterpret_cast<int32_t*>(&shape);
+  int64_t i = 0;
+  for (const int64_t v : fields) raw[i++] = static_cast<int32_t>(v);
+  return shape;
+}
+
+// [grid, int32 elements of the plan buffer, partial rows] of a shape whose grid is not yet set.
+Array<int64_t> sizes(Array<int64_t> fields) {
+  PlanShape shape = read_shape(fields);
+  shape.grid = plan_grid(shape);
+  return Array<int64_t>{shape.grid, plan_layout(shape).total, max_partial_rows(shape)};
+}
+
+// [tile_kv, smem bytes, CTAs per SM, registers, spill bytes, SMs] of one compiled kernel on the
+// current device.
+Array<int64_t> info(int64_t mode, int64_t tile_q) {
+  KernelInfo k{};
+  cudaError_t status = cudaErrorInvalidValue;
+#define SPEC_MASK_CASE(MODE, TILE_Q)                                          \
+  if (mode == static_cast<int64_t>(MaskMode::MODE) && tile_q == TILE_Q) {     \
+    status = attention_info<MaskMode::MODE, TILE_Q>(&k);                      \
+  }
+  SPEC_MASK_UNITS(SPEC_MASK_CASE)
+#undef SPEC_MASK_CASE
+  TVM_FFI_ICHECK(status == cudaSuccess)
+      << "no kernel for mask mode " << mode << " and query tile " << tile_q << ": "
+      << cudaGetErrorString(status);
+  int device = 0, sms = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  return Array<int64_t>{k.tile_kv, k.smem_bytes, k.ctas_per_sm, k.registers, k.local_bytes, sms};
+}
+
+void plan(TensorView buffer, TensorView seq_lens, TensorView query_start_loc,
+          Array<int64_t> fields) {
+  const PlanShape shape = read_shape(fields);
+  const int32_t num_requests = static_cast<int32_t>(seq_lens.size(0));
+  TVM_FFI_ICHECK_LE(num_requests, shape.max_requests);
+  TVM_FFI_ICHECK_GE(buffer.size(0), plan_layout(shape).total);
+  ffi::CUDADeviceGuard guard(buffer.device().device_id);
+  const cudaStream_t stream = get_stream(buffer.device());
+  const size_t smem = sizeof(int32_t) * plan_scratch_elements(shape);
+  auto* seq = static_cast<const int32_t*>(seq_lens.data_ptr());
+  auto* start = static_cast<const int32_t*>(query_start_loc.data_ptr());
+  auto* out = static_cast<int32_t*>(buffer.data_ptr());
+  // A small batch has more barrier than work, and a barrier of 8 warps is the cheaper one.
+  if (shape.max_requests <= 64) {
+    plan_kernel<256><<<1, 256, smem, stream>>>(shape, seq, start, num_requests, out);
+  } else {
+    plan_kernel<1024><<<1, 1024, smem, stream>>>(shape, seq, start, num_requests, out);
+  }
+  const cudaError_t status = cudaGetLastError();
+  TVM_FFI_ICHECK(status == cudaSuccess) << "plan: " << cudaGetErrorString(status);
+}
+
+// The merge may start while the attention kernel drains, where the hardware can do that: it saves
+// a launch latency per layer. The attention kernel itself is launched in plain stream order,
+// because the template reads the plan's lists before it waits for its predecessor.
+template <int WARPS>
+cudaError_t launch_merge(const Params& p, const PlanArrays& plan, float* lse, int32_t num_rows,
+                         cudaStream_t stream) {
+  using Shape = MergeShape<WARPS>;
+  const int64_t pairs = static_cast<int64_t>(num_rows) * p.num_qo_heads;
+  int device = 0, major = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<uint32_t>((pairs + Shape::kPairs - 1) / Shape::kPairs));
+  config.blockDim = dim3(Shape::kThreads);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = major >= 9 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, merge_partials<kHeadDim, WARPS, DTypeQ>,
+                            static_cast<const DTypeQ*>(p.o.partial), static_cast<const float*>(p.lse),
+                            static_cast<const PlanHeader*>(plan.header),
+                            static_cast<const MergeRow*>(plan.merge_rows), p.o.output, lse,
+                            num_rows, static_cast<int32_t>(p.num_qo_heads));
+}
+
+// hnd: the KV cache's layout within a page is [heads, tokens] instead of [tokens, heads].
+// mode is the kernel's; causal_words: the words are cut to the causal order, which a kernel of
+// mode kCustom does not do by itself.
+void run(int64_t mode, bool causal_words, Array<int64_t> fields, TensorView buffer, TensorView partial_o,
+         TensorView partial_lse, TensorView q, TensorView k_cache, TensorView v_cache, bool hnd,
+         TensorView page_table, Optional<TensorView> mask, TensorView o, Optional<TensorView> lse,
+         double sm_scale, double k_scale, double v_scale, Optional<TensorView> k_scale_tensor,
+         Optional<TensorView> v_scale_tensor, double soft_cap) {
+  const PlanShape shape = read_shape(fields);
+  TVM_FFI_ICHECK_EQ(q.size(2), kHeadDim);
+  const int32_t num_qo_heads = static_cast<int32_t>(q.size(1));
+  TVM_FFI_ICHECK_EQ(num_qo_heads, shape.num_kv_heads * shape.group_size);
+  const int32_t num_rows = static_cast<int32_t>(q.size(0));
+  TVM_FFI_ICHECK_LE(num_rows, shape.max_rows);
+  const int64_t page_size = hnd ? k_cache.size(2) : k_cache.size(1);
+
+  ffi::CUDADeviceGuard guard(q.device().device_id);
+  const cudaStream_t stream = get_stream(q.device());
+  const PlanArrays plan = plan_arrays(shape, static_cast<int32_t*>(buffer.data_ptr()));
+
+  // The template prefetches table entries of a whole KV tile and stops at the end of the table as
+  // it knows it. That must be the table given here, which may have fewer rows than were captured.
+  const int32_t table_rows =
+      min_i32(shape.max_requests, static_cast<int32_t>(page_table.size(0)));
+
+  Params p{};
+  p.q = static_cast<DTypeQ*>(q.data_ptr());
+  p.paged_kv = flashinfer::paged_kv_t<DTypeKV, int32_t>(
+      shape.num_kv_heads, static_cast<uint32_t>(page_size), kHeadDim, table_rows,
+      hnd ? flashinfer::QKVLayout::kHND : flashinfer::QKVLayout::kNHD,
+      static_cast<DTypeKV*>(k_cache.data_ptr()), static_cast<DTypeKV*>(v_cache.data_ptr()),
+      k_cache.strides().data(), static_cast<int32_t*>(page_table.data_ptr()), plan.page_indptr,
+      /*last_page_len=*/nullptr);
+  p.q_indptr = plan.q_start;
+  p.group_size = flashinfer::uint_fastdiv(shape.group_size);
+  p.num_qo_heads = num_qo_heads;
+  p.q_stride_n = static_cast<int32_t>(q.stride(0));
+  p.q_stride_h = static_cast<int32_t>(q.stride(1));
+  p.window_left = shape.window_left;
+  p.request_indices = plan.request_indices;
+  p.qo_tile_indices = plan.qo_tile_indices;
+  p.kv_tile_indices = plan.kv_tile_indices;
+  p.o_indptr = plan.o_indptr;
+  p.block_valid_mask = plan.block_valid;
+  p.kv_chunk_size_ptr = &plan.header->kv_chunk;
+  p.padded_batch_size = shape.grid;
+  p.q_len = plan.q_len;
+  p.kv_len = plan.kv_len;
+  p.mask_words = mask ? static_cast<const uint64_t*>(mask.value().data_ptr()) : nullptr;
+  p.causal_words = causal_words;
+  p.k_scale_ptr =
+      k_scale_tensor ? static_cast<const float*>(k_scale_tensor.value().data_ptr()) : nullptr;
+  p.v_scale_ptr =
+      v_scale_tensor ? static_cast<const float*>(v_scale_tensor.value().data_ptr()) : nullptr;
+  p.sm_scale = static_cast<float>(sm_scale);
+  p.k_scale = static_cast<float>(k_scale);
+  p.v_scale = static_cast<float>(v_scale);
+  p.logits_soft_cap = static_cast<float>(soft_cap);
+
+  auto* out = static_cast<DTypeQ*>(o.data_ptr());
+  float* out_lse = lse ? static_cast<float*>(lse.value().data_ptr()) : nullptr;
+  p.partition_kv = shape.split_mode != kSplitNone;
+  p.o.direct = &plan.header->direct;
+  p.o.partial = p.partition_kv ? static_cast<DTypeQ*>(partial_o.data_ptr()) : out;
+  p.o.output = out;
+  p.lse = p.partition_kv ? static_cast<float*>(partial_lse.data_ptr()) : out_lse;
+
+  cudaError_t status = cudaErrorInvalidValue;
+#define SPEC_MASK_CASE(MODE, TILE_Q)                                                      \
+  if (mode == static_cast<int64_t>(MaskMode::MODE) && shape.tile_q == TILE_Q) {           \
+    status = launch_attention<MaskMode::MODE, TILE_Q>(p, shape.grid, shape.num_kv_heads,  \
+                                                      stream);                            \
+  }
+  SPEC_MASK_UNITS(SPEC_MASK_CASE)
+#undef SPEC_MASK_CASE
+  TVM_FFI_ICHECK(status == cudaSuccess)
+      << "attention, mask mode " << mode << ", query tile " << shape.tile_q << ": "
+      << cudaGetErrorString(status);
+  if (p.partition_kv && num_rows > 0) {
+    // The fewer rows there are, the more chunks they have and the more of the GPU a warp per row
+    // would leave idle while it reads them one after the other.
+    const int64_t pairs = static_cast<int64_t>(num_rows) * num_qo_heads;
+    status = pairs <= 512    ? launch_merge<16>(p, plan, out_lse, num_rows, stream)
+             : pairs <= 2048 ? launch_merge<4>(p, plan, out_lse, num_rows, stream)
+                             : launch_merge<1>(p, plan, out_lse, num_rows, stream);
+    TVM_FFI_ICHECK(status == cudaSuccess) << "merge: " << cudaGetErrorString(status);
+  }
+}
+
+}  // namespace spec_mask
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sizes, spec_mask::sizes);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(info, spec_mask::info);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, spec_mask::plan);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, spec_mask::run);

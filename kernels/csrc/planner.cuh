@@ -1,0 +1,482 @@
+// The split-KV plan of one verify batch, as pure logic.
+//
+// FlashInfer plans its FA2 prefill kernels on the host: it reads every length, builds lists of
+// (request, query tile, KV chunk) and copies them to the GPU. A CUDA graph replays whatever plan
+// lies in those buffers, so a replay with other lengths needs a new host plan, a wait for the
+// lengths and a copy. The functions below build the same lists from lengths that are already on
+// the device, so planning is one small kernel on the stream and can itself be captured.
+//
+// Everything here is `__host__ __device__`, depends on nothing but <stdint.h> and compiles with
+// g++: the tests run exactly this code on the CPU, with one thread and with several.
+//
+// Names follow FlashInfer's FA2 template (include/flashinfer/attention/prefill.cuh):
+//   row       one query token of one request; a request has q_len rows
+//   q tile    CTA_TILE_Q packed rows; packed row = row * group_size + query head within its group
+//   chunk     kv_chunk_size consecutive KV tokens of one request
+//   CTA       one (request, q tile, chunk); the grid is (padded number of CTAs, 1, KV heads)
+#pragma once
+
+#include <stdint.h>
+
+#if defined(__CUDACC__)
+#define SPEC_PLAN_FN __host__ __device__ inline
+#else
+#define SPEC_PLAN_FN inline
+#endif
+
+namespace spec_mask {
+
+enum SplitMode : int32_t {
+  kSplitAuto = 0,   // chunk size chosen from the lengths so that the captured grid is filled
+  kSplitFixed = 1,  // chunk size given: results do not depend on the rest of the batch
+  kSplitNone = 2,   // one chunk per request, no merge
+};
+
+// What the planner found wrong with the lengths, OR-ed into PlanHeader::status. The device cannot
+// raise, so it plans something harmless instead and leaves a trace that Plan.check() reads.
+enum PlanStatus : int32_t {
+  kStatusOk = 0,
+  kStatusBadQueryLen = 1,  // q_len < 0 or above the captured maximum: request treated as empty
+  kStatusBadRows = 2,      // rows outside [0, max_rows): request treated as empty
+  kStatusBadKvLen = 4,     // kv_len < 0 or above the captured maximum: clamped
+};
+
+// Chunk sizes that the auto mode compares: kPieces that cut the longest request into 1, 2, ...
+// equal pieces, and as many that give every multiprocessor 1, 2, ... CTAs.
+constexpr int32_t kPieces = 16;
+constexpr int32_t kCandidates = 2 * kPieces;
+
+// The captured shape. Constant for the life of a plan, so a CUDA graph may bake it in.
+struct PlanShape {
+  int32_t max_requests;
+  int32_t max_rows;       // upper bound of query_start_loc[num_requests]
+  int32_t max_q_len;      // upper bound of one request's rows
+  int32_t group_size;     // query heads per KV head
+  int32_t num_kv_heads;   // gridDim.z
+  int32_t tile_q;         // CTA_TILE_Q of the compiled kernel
+  int32_t granule;        // chunk sizes are multiples of this
+  int32_t min_chunk;      // smallest chunk the auto mode may choose; multiple of granule
+  int32_t window_left;    // sliding window, -1 for none
+  int32_t max_kv_len;     // longest request; bounds the page table reads
+  int32_t page_table_stride;  // row stride of the page table, in entries
+  int32_t split_mode;     // SplitMode
+  int32_t fixed_chunk;    // chunk of kSplitFixed, in tokens; multiple of granule
+  int32_t wave_ctas;      // CTAs per KV head that run at once (SMs * CTAs per SM / KV heads)
+  int32_t num_sms;        // multiprocessors of the device
+  // The cost model of the auto mode, see plan_cost. Times are in KV tokens that one
+  // multiprocessor, fully occupied, works off.
+  int32_t cta_tokens;     // fixed cost of a CTA: index loads, Q tile, first K tile, epilogue
+  int32_t lone_percent;   // time per token of a CTA that cannot go faster, in percent
+  int32_t merge_tokens;   // cost of one more chunk per row in the merge
+  int32_t extra_waves;    // waves in the grid beyond those that the q tiles need
+  int32_t grid;           // padded number of CTAs per KV head = gridDim.x
+};
+
+SPEC_PLAN_FN int32_t ceil_div_i32(int32_t a, int32_t b) { return (a + b - 1) / b; }
+SPEC_PLAN_FN int32_t min_i32(int32_t a, int32_t b) { return a < b ? a : b; }
+SPEC_PLAN_FN int32_t max_i32(int32_t a, int32_t b) { return a > b ? a : b; }
+
+SPEC_PLAN_FN int32_t q_tiles(const PlanShape& s, int32_t q_len) {
+  return ceil_div_i32(q_len * s.group_size, s.tile_q);
+}
+
+// KV tokens that chunks must cover. This is the kernel's own expression for the row stride of the
+// partial outputs, min(max(kv_len, 1), window_left + CTA_TILE_Q): if the two ever differed, the
+// merge would read rows that nobody wrote. An empty request with rows counts one token, so that
+// one CTA writes its zeros.
+SPEC_PLAN_FN int32_t covered_tokens(const PlanShape& s, int32_t kv_len) {
+  const int32_t length = max_i32(kv_len, 1);
+  return s.window_left >= 0 && s.window_left < length ? min_i32(length, s.window_left + s.tile_q)
+                                                      : length;
+}
+
+// Most q tiles any admissible batch can have: rows are bounded in total and per request.
+SPEC_PLAN_FN int32_t max_q_tiles(const PlanShape& s) {
+  const int32_t per_request = s.max_requests * q_tiles(s, s.max_q_len);
+  const int32_t by_rows = ceil_div_i32(s.max_rows * s.group_size, s.tile_q) + s.max_requests - 1;
+  return max_i32(1, min_i32(per_request, by_rows));
+}
+
+// Grid of a captured shape.
+//   none   exactly the q tiles.
+//   fixed  exactly the q tiles times the chunks of the longest request.
+//   auto   one wave if the q tiles are few against it (a short batch then fills the GPU by
+//          splitting, and not one CTA is launched in vain). Otherwise extra_waves more than the q
+//          tiles need: without them a single long request in a large batch could not be split, and
+//          20 requests on 33 slots would leave 13 idle. A CTA in vain exits on its first load.
+SPEC_PLAN_FN int32_t plan_grid(const PlanShape& s) {
+  const int32_t tiles = max_q_tiles(s);
+  if (s.split_mode == kSplitNone) return tiles;
+  if (s.split_mode == kSplitFixed) {
+    return tiles * ceil_div_i32(covered_tokens(s, s.max_kv_len), s.fixed_chunk);
+  }
+  const int32_t wave = max_i32(1, s.wave_ctas);
+  const int32_t most = tiles * ceil_div_i32(covered_tokens(s, s.max_kv_len), s.min_chunk);
+  const int32_t waves = tiles * 4 <= wave ? 1 : ceil_div_i32(tiles, wave) + s.extra_waves;
+  return max_i32(tiles, min_i32(most, waves * wave));
+}
+
+// Rows of partial outputs that a plan can need. A request with t tiles and c chunks takes t*c
+// CTAs and q_len*c partial rows, and q_len * group_size <= t * tile_q.
+SPEC_PLAN_FN int64_t max_partial_rows(const PlanShape& s) {
+  if (s.split_mode == kSplitNone) return 0;
+  return static_cast<int64_t>(s.grid) * s.tile_q / s.group_size;
+}
+
+// The kernels read kv_chunk and direct; the rest is for whoever looks at a plan from outside.
+struct PlanHeader {
+  int32_t kv_chunk;   // tokens per chunk
+  int32_t num_ctas;   // valid CTAs per KV head
+  int32_t num_rows;   // rows of all requests
+  int32_t status;     // PlanStatus bits
+  // No request is split: the attention kernel writes the output itself (o_indptr holds its rows)
+  // and the merge has nothing to add.
+  int32_t direct;
+};
+
+struct MergeRow {
+  int32_t first;  // first partial row of this output row
+  int32_t count;  // chunks; 0 for a row that belongs to no request and must not be written
+};
+
+// Offsets into the plan's int32 buffer, in int32 elements. Every array starts on 16 bytes.
+struct PlanLayout {
+  int64_t header;           // PlanHeader
+  int64_t request_indices;  // [grid]
+  int64_t qo_tile_indices;  // [grid]
+  int64_t kv_tile_indices;  // [grid]
+  int64_t o_indptr;         // [max_requests + 1]
+  int64_t q_start;          // [max_requests] first row of each request
+  int64_t q_len;            // [max_requests]
+  int64_t kv_len;           // [max_requests]
+  int64_t page_indptr;      // [max_requests + 1] start of each page-table row
+  int64_t merge_rows;       // [max_rows] of MergeRow
+  int64_t block_valid;      // [grid] bytes, bool for the kernel
+  int64_t total;            // int32 elements
+};
+
+SPEC_PLAN_FN PlanLayout plan_layout(const PlanShape& s) {
+  PlanLayout l;
+  int64_t at = 0;
+  const auto take = [&at](int64_t elements) {
+    const int64_t here = at;
+    at += (elements + 3) / 4 * 4;
+    return here;
+  };
+  l.header = take(sizeof(PlanHeader) / sizeof(int32_t));
+  l.request_indices = take(s.grid);
+  l.qo_tile_indices = take(s.grid);
+  l.kv_tile_indices = take(s.grid);
+  l.o_indptr = take(s.max_requests + 1);
+  l.q_start = take(s.max_requests);
+  l.q_len = take(s.max_requests);
+  l.kv_len = take(s.max_requests);
+  l.page_indptr = take(s.max_requests + 1);
+  l.merge_rows = take(2 * static_cast<int64_t>(s.max_rows));
+  l.block_valid = take((s.grid + 3) / 4);
+  l.total = at;
+  return l;
+}
+
+struct PlanArrays {
+  PlanHeader* header;
+  int32_t* request_indices;
+  int32_t* qo_tile_indices;
+  int32_t* kv_tile_indices;
+  int32_t* o_indptr;
+  int32_t* q_start;
+  int32_t* q_len;
+  int32_t* kv_len;
+  int32_t* page_indptr;
+  MergeRow* merge_rows;
+  bool* block_valid;
+};
+
+SPEC_PLAN_FN PlanArrays plan_arrays(const PlanShape& s, int32_t* base) {
+  const PlanLayout l = plan_layout(s);
+  PlanArrays a;
+  a.header = reinterpret_cast<PlanHeader*>(base + l.header);
+  a.request_indices = base + l.request_indices;
+  a.qo_tile_indices = base + l.qo_tile_indices;
+  a.kv_tile_indices = base + l.kv_tile_indices;
+  a.o_indptr = base + l.o_indptr;
+  a.q_start = base + l.q_start;
+  a.q_len = base + l.q_len;
+  a.kv_len = base + l.kv_len;
+  a.page_indptr = base + l.page_indptr;
+  a.merge_rows = reinterpret_cast<MergeRow*>(base + l.merge_rows);
+  a.block_valid = reinterpret_cast<bool*>(base + l.block_valid);
+  return a;
+}
+
+// Scratch of one planning team: shared memory on the device. int32 elements.
+SPEC_PLAN_FN int32_t plan_scratch_elements(const PlanShape& s) {
+  return 3 * kCandidates + 5 * s.max_requests;
+}
+
+// What the planner knows about a batch as a whole.
+struct Totals {
+  int64_t tokens = 0;    // covered tokens times q tiles
+  int32_t tiles = 0;     // q tiles
+  int32_t longest = 0;   // covered tokens of the longest request with rows
+  int32_t rows = 0;      // end of the last request's rows
+  int32_t status = 0;    // PlanStatus bits
+
+  SPEC_PLAN_FN void add(const Totals& t) {
+    tokens += t.tokens;
+    tiles += t.tiles;
+    longest = max_i32(longest, t.longest);
+    rows = max_i32(rows, t.rows);
+    status |= t.status;
+  }
+};
+
+struct Pair {
+  int32_t ctas, rows;
+};
+
+// ---------------------------------------------------------------------------------------------
+// The planner. A Team is a set of threads that call every function together:
+//   rank(), size()                 this thread among all
+//   group(), groups()              this thread's group; a group is a set of lanes (a warp)
+//   lane(), lanes()                this thread within its group
+//   sync()                         barrier that also orders memory
+//   group_sum(v)                   sum over the lanes of a group, known to all its lanes
+//   reduce(totals)                 Totals::add over the team, known to all
+//   exclusive_scan(pair, &total)   field by field, over ranks
+// With one thread, all of it is the identity; the result must not depend on the team's size.
+// ---------------------------------------------------------------------------------------------
+
+// CTAs per KV head when chunks have `chunk` tokens.
+template <class Team>
+SPEC_PLAN_FN int32_t count_ctas(Team& team, int32_t num_requests, const int32_t* tiles,
+                                const int32_t* covered, int32_t chunk) {
+  int32_t n = 0;
+  for (int32_t i = team.lane(); i < num_requests; i += team.lanes()) {
+    n += tiles[i] * ceil_div_i32(covered[i], chunk);
+  }
+  return team.group_sum(n);
+}
+
+// Chunk size of candidate k, a multiple of granule and at least min_chunk: the longest request in
+// equal pieces (a short last piece would only leave its slot idle), or equal work for every CTA.
+SPEC_PLAN_FN int32_t candidate_chunk(const PlanShape& s, const Totals& all, int32_t k) {
+  int64_t tokens = ceil_div_i32(all.longest, k + 1);
+  if (k >= kPieces) {
+    const int64_t ctas = static_cast<int64_t>(k - kPieces + 1) * s.num_sms;
+    tokens = (all.tokens * s.num_kv_heads + ctas - 1) / ctas;
+    if (tokens > all.longest) tokens = all.longest;
+  }
+  const int32_t granules = ceil_div_i32(static_cast<int32_t>(tokens), s.granule);
+  return max_i32(s.min_chunk, granules * s.granule);
+}
+
+// Estimated time of a chunk size, in KV tokens of one multiprocessor times num_sms. Three things
+// can take the longest:
+//   the memory: a multiprocessor works off its CTAs' tokens at one rate, however many run at once;
+//   a CTA:      alone it cannot use the whole rate, so a wave lasts at least as long as its largest;
+//   the merge:  it reads every chunk of a row one after the other.
+// For the first two there are two upper bounds each: all CTAs as large as the largest, which is
+// exact when lengths are equal, and Graham's bound for list scheduling, which is close when they
+// are not; the smaller one counts. The constants were fitted to times measured on an H200
+// (tests/kernels/split_times.json).
+SPEC_PLAN_FN int64_t plan_cost(const PlanShape& s, const Totals& all, int32_t chunk,
+                               int32_t ctas) {
+  const int64_t sms = s.num_sms, wave = max_i32(1, s.wave_ctas), n = ctas;
+  const int64_t largest = min_i32(chunk, all.longest);
+  const int64_t work = all.tokens + n * s.cta_tokens;
+  const int64_t per_sm = (n * s.num_kv_heads + sms - 1) / sms;
+  const int64_t even = per_sm * (largest + s.cta_tokens) * sms;
+  const int64_t uneven = work * s.num_kv_heads + largest * sms;
+  const int64_t shared = even < uneven ? even : uneven;
+  const int64_t slow = largest * s.lone_percent / 100;
+  const int64_t even_waves = (n + wave - 1) / wave * (slow + s.cta_tokens) * sms;
+  const int64_t uneven_waves =
+      ((all.tokens * s.lone_percent / 100 + n * s.cta_tokens) / wave + slow) * sms;
+  const int64_t alone = even_waves < uneven_waves ? even_waves : uneven_waves;
+  const int64_t pieces = (all.longest + chunk - 1) / chunk;
+  const int64_t merge = pieces > 1 ? pieces * s.merge_tokens * sms : 0;
+  return (shared > alone ? shared : alone) + merge;
+}
+
+// Chooses the chunk size of one batch: the cheapest candidate that fits the captured grid. One
+// that does not split at all always fits. Divisions of 64 bits are slow on a GPU, so every
+// candidate's are done by a thread of its own; only the counting takes a whole group.
+template <class Team>
+SPEC_PLAN_FN int32_t choose_chunk(Team& team, const PlanShape& s, const Totals& all,
+                                  int32_t num_requests, const int32_t* tiles,
+                                  const int32_t* covered, int64_t* costs, int32_t* chunks) {
+  if (s.split_mode == kSplitNone) return max_i32(s.granule, all.longest);
+  if (s.split_mode == kSplitFixed) return s.fixed_chunk;
+  if (all.tiles == 0) return s.min_chunk;
+  constexpr int64_t kNever = INT64_MAX;
+  for (int32_t k = team.rank(); k < kCandidates; k += team.size()) {
+    chunks[k] = candidate_chunk(s, all, k);
+  }
+  team.sync();
+  for (int32_t k = team.group(); k < kCandidates; k += team.groups()) {
+    const int32_t n = count_ctas(team, num_requests, tiles, covered, chunks[k]);
+    if (team.lane() == 0) costs[k] = n;
+  }
+  team.sync();
+  for (int32_t k = team.rank(); k < kCandidates; k += team.size()) {
+    const int32_t n = static_cast<int32_t>(costs[k]);
+    costs[k] = n <= s.grid ? plan_cost(s, all, chunks[k], n) : kNever;
+  }
+  team.sync();
+  int32_t best = 0;  // one piece
+  for (int32_t k = 1; k < kCandidates; ++k) {
+    if (costs[k] < costs[best]) best = k;
+  }
+  return chunks[best];
+}
+
+// Plans one batch.
+//   seq_lens         [num_requests] KV tokens of each request, its query tokens included
+//   query_start_loc  [num_requests + 1] first row of each request; non-decreasing
+//   scratch          plan_scratch_elements(s) int32 on 8 bytes, shared by the team
+// num_requests <= max_requests. Writes every array of `out`; depends on nothing else.
+template <class Team>
+SPEC_PLAN_FN void make_plan(Team& team, const PlanShape& s, const int32_t* seq_lens,
+                            const int32_t* query_start_loc, int32_t num_requests,
+                            const PlanArrays& out, int32_t* scratch) {
+  int64_t* costs = reinterpret_cast<int64_t*>(scratch);
+  int32_t* candidates = scratch + 2 * kCandidates;
+  int32_t* tiles = candidates + kCandidates;
+  int32_t* covered = tiles + s.max_requests;  // later: first CTA of each request
+  int32_t* q_len_of = covered + s.max_requests;
+  int32_t* q_start_of = q_len_of + s.max_requests;
+  int32_t* first_row_of = q_start_of + s.max_requests;
+
+  // Lengths are copied, so that the attention kernels of this step see the same numbers as the
+  // planner even if the caller's buffers already hold the next step's.
+  Totals mine;
+  for (int32_t i = team.rank(); i <= s.max_requests; i += team.size()) {
+    out.page_indptr[i] = i * s.page_table_stride;
+    if (i == s.max_requests) break;
+    int32_t begin = 0, q_len = 0, kv_len = 0;
+    if (i < num_requests) {
+      begin = query_start_loc[i];
+      q_len = query_start_loc[i + 1] - begin;
+      kv_len = seq_lens[i];
+      if (q_len < 0 || q_len > s.max_q_len) {
+        mine.status |= kStatusBadQueryLen;
+        q_len = 0;
+      }
+      if (begin < 0 || begin > s.max_rows - q_len) {
+        mine.status |= kStatusBadRows;
+        begin = 0;
+        q_len = 0;
+      }
+      // A padded request (no rows) may carry any length; it is never read.
+      if (q_len > 0 && (kv_len < 0 || kv_len > s.max_kv_len)) {
+        mine.status |= kStatusBadKvLen;
+      }
+      kv_len = min_i32(max_i32(kv_len, 0), s.max_kv_len);
+    }
+    const int32_t my_tiles = q_len > 0 ? q_tiles(s, q_len) : 0;
+    const int32_t my_covered = covered_tokens(s, kv_len);
+    out.q_start[i] = q_start_of[i] = begin;
+    out.q_len[i] = q_len_of[i] = q_len;
+    out.kv_len[i] = kv_len;
+    tiles[i] = my_tiles;
+    covered[i] = my_covered;
+    if (my_tiles > 0) {
+      mine.tiles += my_tiles;
+      mine.tokens += static_cast<int64_t>(my_tiles) * my_covered;
+      mine.longest = max_i32(mine.longest, my_covered);
+      mine.rows = max_i32(mine.rows, begin + q_len);
+    }
+  }
+  const Totals all = team.reduce(mine);  // orders the scratch writes too
+  // Rows of max_q_len-sized requests may still exceed the captured total when query_start_loc
+  // overlaps; the CTA bound below then drops the excess instead of writing past the arrays.
+  const int32_t chunk = choose_chunk(team, s, all, num_requests, tiles, covered, costs,
+                                     candidates);
+  const bool direct = s.split_mode == kSplitNone || chunk >= all.longest;
+
+  // Rows that belong to no request. In a valid plan those are the rows after the last request.
+  const bool valid = all.status == kStatusOk;
+  for (int32_t r = team.rank() + (valid ? all.rows : 0); r < s.max_rows; r += team.size()) {
+    out.merge_rows[r] = MergeRow{0, 0};
+  }
+  if (!valid) team.sync();
+
+  Pair base{0, 0};
+  const int32_t rounds = ceil_div_i32(s.max_requests, team.size());
+  for (int32_t round = 0; round < rounds; ++round) {
+    const int32_t i = round * team.size() + team.rank();
+    Pair my{0, 0};
+    if (i < s.max_requests) {
+      const int32_t chunks = direct ? 1 : ceil_div_i32(covered[i], chunk);
+      my.ctas = tiles[i] * chunks;
+      my.rows = (tiles[i] > 0 ? q_len_of[i] : 0) * chunks;
+    }
+    Pair total;
+    const Pair before = team.exclusive_scan(my, &total);
+    if (i < s.max_requests) {
+      // Without partial outputs the kernel writes straight to row o_indptr[i] of the output.
+      const int32_t first_row = base.rows + before.rows;
+      out.o_indptr[i] = direct ? q_start_of[i] : first_row;
+      first_row_of[i] = first_row;
+      covered[i] = base.ctas + before.ctas;  // from here on: the request's first CTA
+    }
+    base.ctas += total.ctas;
+    base.rows += total.rows;
+  }
+  const int32_t num_ctas = min_i32(base.ctas, s.grid);
+  if (team.rank() == 0) {
+    out.o_indptr[s.max_requests] = direct ? all.rows : base.rows;
+    out.header->kv_chunk = chunk;
+    out.header->num_ctas = num_ctas;
+    out.header->num_rows = all.rows;
+    out.header->status = base.ctas > s.grid ? all.status | kStatusBadRows : all.status;
+    out.header->direct = direct ? 1 : 0;
+  }
+  team.sync();
+
+  for (int32_t i = team.group(); i < num_requests; i += team.groups()) {
+    const int32_t n_tiles = tiles[i];
+    if (n_tiles == 0) continue;
+    const int32_t first_cta = covered[i];
+    const int32_t next_cta = i + 1 < s.max_requests ? covered[i + 1] : base.ctas;
+    const int32_t chunks = (next_cta - first_cta) / n_tiles;
+    for (int32_t e = team.lane(); e < next_cta - first_cta; e += team.lanes()) {
+      const int32_t b = first_cta + e;
+      if (b >= s.grid) break;
+      const int32_t tile = e / chunks;
+      out.request_indices[b] = i;
+      out.qo_tile_indices[b] = tile;
+      out.kv_tile_indices[b] = e - tile * chunks;
+      out.block_valid[b] = true;
+    }
+    const int32_t q_len = q_len_of[i], begin = q_start_of[i], first_row = first_row_of[i];
+    const bool complete = next_cta <= s.grid;
+    for (int32_t r = team.lane(); r < q_len; r += team.lanes()) {
+      out.merge_rows[begin + r] =
+          complete ? MergeRow{first_row + r * chunks, chunks} : MergeRow{0, 0};
+    }
+  }
+  for (int32_t b = num_ctas + team.rank(); b < s.grid; b += team.size()) {
+    out.block_valid[b] = false;
+  }
+}
+
+// One thread doing all of it: the host's team.
+struct SerialTeam {
+  SPEC_PLAN_FN int32_t rank() const { return 0; }
+  SPEC_PLAN_FN int32_t size() const { return 1; }
+  SPEC_PLAN_FN int32_t group() const { return 0; }
+  SPEC_PLAN_FN int32_t groups() const { return 1; }
+  SPEC_PLAN_FN int32_t lane() const { return 0; }
+  SPEC_PLAN_FN int32_t lanes() const { return 1; }
+  SPEC_PLAN_FN void sync() const {}
+  SPEC_PLAN_FN int32_t group_sum(int32_t v) const { return v; }
+  SPEC_PLAN_FN Totals reduce(const Totals& v) const { return v; }
+  SPEC_PLAN_FN Pair exclusive_scan(Pair v, Pair* total) const {
+    *total = v;
+    return Pair{0, 0};
+  }
+};
+
+}  // namespace spec_mask

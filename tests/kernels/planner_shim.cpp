@@ -1,0 +1,96 @@
+// C interface to csrc/planner.cuh for ctypes: the code the GPU runs, on one thread or several.
+#include <barrier>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+#include "planner.cuh"
+
+using namespace spec_mask;
+
+namespace {
+
+// Several threads in groups of `lanes`, with the collectives done through shared memory. Finds
+// missing barriers and results that depend on the team's size.
+struct ThreadTeam {
+  struct Shared {
+    explicit Shared(int32_t n) : threads(n), barrier(n), totals(n), pairs(n) {}
+    int32_t threads;
+    std::barrier<> barrier;
+    std::vector<Totals> totals;
+    std::vector<Pair> pairs;
+  };
+  Shared* shared;
+  int32_t index, width;
+
+  int32_t rank() const { return index; }
+  int32_t size() const { return shared->threads; }
+  int32_t group() const { return index / width; }
+  int32_t groups() const { return shared->threads / width; }
+  int32_t lane() const { return index % width; }
+  int32_t lanes() const { return width; }
+  void sync() const { shared->barrier.arrive_and_wait(); }
+
+  // A group's collective must not wait for other groups: groups run different numbers of them.
+  // Width 1 keeps that true with a plain barrier type.
+  int32_t group_sum(int32_t v) const { return v; }
+
+  Totals reduce(const Totals& v) const {
+    sync();
+    shared->totals[index] = v;
+    sync();
+    Totals all;
+    for (const Totals& x : shared->totals) all.add(x);
+    return all;
+  }
+  Pair exclusive_scan(Pair v, Pair* total) const {
+    sync();
+    shared->pairs[index] = v;
+    sync();
+    Pair before{0, 0}, all{0, 0};
+    for (int32_t i = 0; i < shared->threads; ++i) {
+      const Pair x = shared->pairs[i];
+      if (i < index) before = Pair{before.ctas + x.ctas, before.rows + x.rows};
+      all = Pair{all.ctas + x.ctas, all.rows + x.rows};
+    }
+    *total = all;
+    return before;
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+int32_t shape_fields() { return sizeof(PlanShape) / sizeof(int32_t); }
+
+// grid, int32 elements of the buffer, partial rows; sets shape->grid.
+void sizes(PlanShape* shape, int64_t* out) {
+  shape->grid = plan_grid(*shape);
+  out[0] = shape->grid;
+  out[1] = plan_layout(*shape).total;
+  out[2] = max_partial_rows(*shape);
+}
+
+int32_t covered(const PlanShape* shape, int32_t kv_len) { return covered_tokens(*shape, kv_len); }
+
+void plan(const PlanShape* shape, const int32_t* seq_lens, const int32_t* query_start_loc,
+          int32_t num_requests, int32_t* buffer, int32_t threads) {
+  const PlanArrays arrays = plan_arrays(*shape, buffer);
+  std::vector<int32_t> scratch(plan_scratch_elements(*shape), -1);
+  if (threads <= 1) {
+    SerialTeam team;
+    make_plan(team, *shape, seq_lens, query_start_loc, num_requests, arrays, scratch.data());
+    return;
+  }
+  ThreadTeam::Shared shared(threads);
+  std::vector<std::thread> workers;
+  for (int32_t t = 0; t < threads; ++t) {
+    workers.emplace_back([&, t] {
+      ThreadTeam team{&shared, t, 1};
+      make_plan(team, *shape, seq_lens, query_start_loc, num_requests, arrays, scratch.data());
+    });
+  }
+  for (auto& worker : workers) worker.join();
+}
+}

@@ -1,0 +1,204 @@
+"""Compiles single units without linking and reads registers and spills from ptxas; cached.
+
+    python tests/kernels/ptxas.py > tests/kernels/ptxas_baseline.json
+
+writes what FlashInfer's own batch prefill module needs, per architecture, KV dtype, query tile and
+KV tile: its generated unit for paged caches and causal masks, with its own flags. The file in the
+repository was made by that command with FlashInfer 0.6.16.post3 and nvcc 13.0.
+
+Results are kept outside the checkout, in VLLM_SPECPATCH_TEST_CACHE or ~/.cache/vllm-specpatch, under
+a digest of the preprocessed text, so that a run compiles only what a change can have changed.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from vllm_specpatch.kernels import build
+
+ARCHS = ("8.0", "8.6", "8.9", "9.0a")
+JOBS = 2
+
+ENTRY = re.compile(
+    r"Compiling entry function '(?P<name>\S+)' for '(?P<sm>sm_\w+)'\n"
+    r"(?:ptxas info\s+: Function properties.*\n)?"
+    r"\s*\d+ bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads\n"
+    r"ptxas info\s+: Used (?P<registers>\d+) registers"
+)
+# CTA_TILE_Q, NUM_MMA_Q, NUM_MMA_KV are the first numbers of KernelTraits.
+TRAITS = re.compile(
+    r"BatchPrefillWithPagedKVCacheKernel.*?KernelTraits\w*?ILNS\d?_8MaskModeE(\d)ELj(\d+)ELj(\d+)ELj(\d+)E"
+)
+
+
+def cache_folder() -> Path:
+    folder = os.environ.get("VLLM_SPECPATCH_TEST_CACHE")
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(folder) if folder else base / "vllm-specpatch"
+
+
+def parse(log: str) -> list[dict]:
+    """The paged prefill kernels in ptxas output: mode, tile_q, mma_kv, registers, spilled bytes."""
+    rows = []
+    for entry in ENTRY.finditer(log):
+        traits = TRAITS.search(entry["name"])
+        if traits:
+            rows.append(
+                {
+                    "sm": entry["sm"],
+                    "mode": int(traits[1]),
+                    "tile_q": int(traits[2]),
+                    "mma_kv": int(traits[4]),
+                    "registers": int(entry["registers"]),
+                    "spilled": int(entry["stores"]) + int(entry["loads"]),
+                }
+            )
+    return rows
+
+
+@functools.cache
+def nvcc_version() -> str:
+    return subprocess.run([build.find_nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def _headers(includes: list[Path]) -> str:
+    """Digest of all headers a unit may include from the given folders."""
+    digest = hashlib.sha256()
+    for folder in includes:
+        for path in sorted(p for p in Path(folder).rglob("*") if p.suffix in (".cuh", ".h", ".cu", ".inc")):
+            digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def compile_unit(source: Path, flags: list[str], own: list[Path], packages: list[Path], key: str) -> str:
+    """ptxas output of one unit. ``own`` are include folders whose contents decide the result;
+    ``packages`` those of installed packages, which ``key`` stands for."""
+    text = json.dumps([source.read_text(), flags, _headers(own), key, nvcc_version()])
+    cached = cache_folder() / "ptxas" / f"{hashlib.sha256(text.encode()).hexdigest()}.log"
+    if cached.exists():
+        return cached.read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [
+                build.find_nvcc(),
+                *flags,
+                *[f"-I{p}" for p in own],
+                *[f"-I{p}" for p in packages],
+                "-Xptxas=-v",
+                "-c",
+                str(source),
+                "-o",
+                f"{folder}/unit.o",
+            ],
+            capture_output=True,
+            text=True,
+        )
+    log = done.stdout + done.stderr
+    if done.returncode:
+        raise RuntimeError(log)
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    partial = cached.with_suffix(f".{os.getpid()}")
+    partial.write_text(log)
+    partial.replace(cached)
+    return log
+
+
+def package_includes(data: Path) -> list[Path]:
+    """Include folders of FlashInfer's data folder and of tvm_ffi."""
+    tvm_ffi = Path(next(iter(importlib.util.find_spec("tvm_ffi").submodule_search_locations)))
+    folders = (
+        "include",
+        "csrc",
+        "cutlass/include",
+        "spdlog/include",
+        "cccl/cub",
+        "cccl/libcudacxx/include",
+        "cccl/thrust",
+    )
+    return [*(data / f for f in folders if (data / f).is_dir()), tvm_ffi / "include"]
+
+
+def common_flags(arch: build.Arch) -> list[str]:
+    """FlashInfer's nvcc flags for one architecture (flashinfer/jit/cpp_ext.py), less the debug ones."""
+    return [
+        "-std=c++17",
+        "-use_fast_math",
+        "-O3",
+        "-DNDEBUG",
+        "-DFLASHINFER_ENABLE_F16",
+        "-DFLASHINFER_ENABLE_BF16",
+        "-DFLASHINFER_ENABLE_FP8_E4M3",
+        "-DFLASHINFER_ENABLE_FP8_E5M2",
+        "--compiler-options=-fPIC",
+        "--expt-relaxed-constexpr",
+        "-static-global-template-stub=false",
+        f"-gencode=arch=compute_{arch.sm},code=sm_{arch.sm}",
+    ]
+
+
+def compile_spec(spec, arch: build.Arch, folder: Path, *, version=None, data=None, only=None) -> list[dict]:
+    """Kernels of a spec's units, compiled against a FlashInfer (the installed one by default).
+    ``only`` names the units, such as ``{"unit_causal_16.cu"}``; binding.cu is compiled if named."""
+    version = version or build.flashinfer_version()
+    data = data or build.flashinfer_data()
+    sources = [
+        s
+        for s in build.write_sources(spec, arch, folder)
+        if (s.name in only if only is not None else s.name != "binding.cu")
+    ]
+    flags = [*common_flags(arch), *(f for f in build.cuda_flags(arch, version) if "gencode" not in f)]
+    key = f"{version} {build.template_digest(data)}"
+    includes = package_includes(data)
+
+    def one(source):
+        return parse(compile_unit(source, flags, [build.CSRC, folder], includes, key))
+
+    with ThreadPoolExecutor(JOBS) as pool:
+        return [row for rows in pool.map(one, sources) for row in rows]
+
+
+def flashinfer_baseline() -> dict:
+    os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "8.0")
+    import torch
+    from flashinfer.jit.attention.modules import gen_batch_prefill_module
+
+    result = {
+        "command": "python tests/kernels/ptxas.py",
+        "flashinfer": build.flashinfer_version(),
+        "kernels": [],
+    }
+    tasks = []
+    for head_dim in (128, 256):
+        for name, dtype in (("bfloat16", torch.bfloat16), ("float8_e4m3fn", torch.float8_e4m3fn)):
+            bf16 = torch.bfloat16
+            jit = gen_batch_prefill_module(
+                "fa2", bf16, dtype, bf16, torch.int32, head_dim, head_dim, 0, False, False, False
+            )
+            unit = next(s for s in jit.sources if "paged_kernel_mask_1" in s.name)
+            tasks += [(head_dim, name, unit, build.Arch.parse(arch)) for arch in ARCHS]
+    key = f"{build.flashinfer_version()} {build.template_digest(build.flashinfer_data())}"
+
+    def one(task):
+        head_dim, name, unit, arch = task
+        log = compile_unit(
+            unit, common_flags(arch), [unit.parent], package_includes(build.flashinfer_data()), key
+        )
+        print(head_dim, name, arch.name, file=sys.stderr, flush=True)
+        return [{"head_dim": head_dim, "dtype_kv": name, **row} for row in parse(log)]
+
+    with ThreadPoolExecutor(JOBS) as pool:
+        result["kernels"] = [row for rows in pool.map(one, tasks) for row in rows]
+    return result
+
+
+if __name__ == "__main__":
+    text = json.dumps(flashinfer_baseline())
+    print(text.replace('{"head_dim"', '\n{"head_dim"'))

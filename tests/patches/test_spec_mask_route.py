@@ -1,0 +1,270 @@
+"""Route spec_mask on real vLLM: what is planned, with which tensors, and that nothing waits for the GPU.
+
+The kernels need a GPU; their Python surface is recorded here (their own tests are in tests/kernels)."""
+
+import contextlib
+
+import pytest
+
+DEVICE_READS = ("cpu", "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero")
+
+
+class RecordedPlan:
+    def __init__(self, module, **shape):
+        import torch
+
+        self.module, self.shape, self.updates = module, shape, []
+        rows = shape["max_rows"]
+        self.partial_o = torch.empty(rows, 4, 128)
+        self.partial_lse = torch.empty(rows, 4)
+
+    def update(self, seq_lens, query_start_loc):
+        assert seq_lens.shape[0] + 1 == query_start_loc.shape[0]
+        assert seq_lens.shape[0] <= self.shape["max_requests"]
+        self.updates.append((seq_lens, query_start_loc))
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The recorded surface: specs that were loaded and runs that were made."""
+    from types import SimpleNamespace
+
+    from vllm_specpatch.kernels import spec_mask
+
+    made = SimpleNamespace(specs=[], runs=[])
+
+    def load(spec):
+        made.specs.append(spec)
+        return SimpleNamespace(spec=spec)
+
+    def run(plan, q, k, v, table, **options):
+        made.runs.append(SimpleNamespace(plan=plan, q=q, k=k, v=v, table=table, **options))
+        return options["out"]
+
+    monkeypatch.setattr(spec_mask, "load", load)
+    monkeypatch.setattr(spec_mask, "Plan", RecordedPlan)
+    monkeypatch.setattr(spec_mask, "run", run)
+    return made
+
+
+@pytest.fixture
+def bench(bench, kernels, monkeypatch):
+    """As in conftest, with the route forced."""
+    from vllm_specpatch.hooks import engine
+    from vllm_specpatch.patches import routes
+
+    assert "spec_mask" in routes.ROUTES and engine.records
+    monkeypatch.setattr(routes, "AUTO", ("spec_mask", "native"))
+    return bench
+
+
+@contextlib.contextmanager
+def device_reads(*tensors):
+    """Names of operations that would copy one of ``tensors`` (or a view of it) to the host."""
+    from torch.overrides import TorchFunctionMode
+
+    storages = {t.untyped_storage().data_ptr() for t in tensors}
+    seen = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            name = getattr(function, "__name__", "")
+            first = args[0] if args else None
+            if hasattr(first, "untyped_storage") and first.untyped_storage().data_ptr() in storages:
+                to_cpu = name in ("to", "copy_") and "cpu" in repr((args[1:], kwargs))
+                if name in DEVICE_READS or to_cpu:
+                    seen.append(name)
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        yield seen
+
+
+def on_device(common):
+    return common.seq_lens, common.query_start_loc, common.block_table_tensor, common.slot_mapping
+
+
+def steady(b, *batch, **options):
+    """build() of a batch as the V2 runner sends it (no CPU lengths); returns metadata and device reads."""
+    common = b.batch(*batch, **options)
+    with b.current(b.config), device_reads(*on_device(common)) as reads:
+        metadata = b.builder.build(common_prefix_len=0, common_attn_metadata=common)
+    assert common._seq_lens_cpu is None or reads, "lengths reached the host unseen"
+    return metadata, reads, common
+
+
+def test_a_steady_state_step_reads_nothing_from_the_device(bench):
+    b = bench(k=3)
+    b.build([4, 4], [4, 4], capture=True)
+    metadata, reads, common = steady(b, [4, 4], [100, 5])
+    assert reads == []
+    plan = metadata.decode.wrapper.plan
+    seq_lens, query_start_loc = plan.updates[-1]
+    assert seq_lens.data_ptr() == common.seq_lens.data_ptr()
+    assert query_start_loc.data_ptr() == common.query_start_loc.data_ptr()
+    assert metadata.decode.wrapper.block_table.data_ptr() == common.block_table_tensor.data_ptr()
+    assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.num_prefills) == (2, 8, 0)
+    assert metadata.slot_mapping is common.slot_mapping and metadata.causal is True
+
+
+def test_the_watch_sees_the_wait_of_the_native_route(bench, monkeypatch):
+    """The same test on the route that waits: it must not pass there."""
+    from vllm_specpatch.patches import routes
+
+    monkeypatch.setattr(routes, "AUTO", ("native",))
+    b = bench(k=3)
+    b.build([4, 4], [4, 4], capture=True)
+    common = b.batch([4, 4], [100, 5])
+    with b.current(b.config), device_reads(*on_device(common)) as reads:
+        b.builder.build(common_prefix_len=0, common_attn_metadata=common)
+    assert reads
+
+
+def test_no_plan_is_made_on_the_host(bench, recorders):
+    b = bench(k=3)
+    b.build([4, 4], [4, 4], capture=True)
+    _, plans = b.build([4, 4], [100, 5])
+    assert plans == []
+
+
+def test_captured_shapes_keep_their_plan_and_others_share_one(bench):
+    b = bench(k=3)
+    captured, _ = b.build([4, 4], [4, 4], capture=True)
+    again, _ = b.build([4, 4], [70, 80])
+    assert again.decode.wrapper.plan is captured.decode.wrapper.plan
+    assert captured.decode.wrapper.plan.shape["max_requests"] == 2
+    others = {id(b.build([4] * n, [30] * n)[0].decode.wrapper.plan) for n in (1, 3, 5)}
+    assert len(others) == 1 and id(captured.decode.wrapper.plan) not in others
+
+
+def test_verify_and_draft_of_the_same_token_count_have_plans_of_their_own(bench):
+    b = bench(k=3)
+    verify, _ = b.build([4], [20], capture=True)
+    draft, _ = b.build([1] * 4, [20, 21, 22, 23], capture=True)
+    assert verify.decode.wrapper.plan.shape["max_q_len"] == 4
+    assert draft.decode.wrapper.plan.shape["max_q_len"] == 1
+
+
+def test_padding_rows_reach_the_planner_as_they_are(bench):
+    b = bench(k=3)
+    b.build([4] * 4, [4] * 4, capture=True)
+    metadata, reads, _ = steady(b, [4, 4, 0, 0], [20, 33, 0, 0], num_tokens=16)
+    seq_lens, query_start_loc = metadata.decode.wrapper.plan.updates[-1]
+    assert reads == [] and metadata.num_decodes == 4
+    assert seq_lens.tolist() == [20, 33, 0, 0] and query_start_loc.tolist() == [0, 4, 8, 8, 8]
+
+
+def test_ragged_decodes_stay_decodes(bench):
+    """n-gram and trimmed drafts: the native route would plan these as prefills, on the host."""
+    b = bench(k=3)
+    metadata, reads, _ = steady(b, [4, 2, 3, 1], [20, 33, 40, 7])
+    assert reads == []
+    assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.num_prefills) == (4, 10, 0)
+    plan = metadata.decode.wrapper.plan
+    assert plan.updates[-1][1].tolist() == [0, 4, 6, 9, 10] and plan.shape["max_q_len"] == 4
+
+
+def mixed(b, is_prefilling, upper_bound):
+    import torch
+
+    common = b.batch([4, 4, 40, 30], [20, 33, 50, 30])
+    common.is_prefilling = torch.tensor(is_prefilling)
+    common.seq_lens_cpu_upper_bound = torch.tensor(upper_bound, dtype=torch.int32)
+    with b.current(b.config), device_reads(*on_device(common)) as reads:
+        metadata = b.builder.build(common_prefix_len=0, common_attn_metadata=common)
+    return metadata, reads, common
+
+
+def test_mixed_batch_plans_the_prefills_from_exact_host_bounds(bench, recorders):
+    b = bench(k=3)
+    # The bound of a decode row under async scheduling is too high; those of prefills are exact.
+    metadata, reads, common = mixed(b, [False, False, True, True], [23, 36, 50, 30])
+    assert reads == []
+    [prefill] = [p for r in recorders.values() for p in r.plans]
+    assert prefill.qo_indptr == [0, 40, 70] and prefill.kv_lens == [50, 30] and prefill.causal
+    assert (metadata.num_decodes, metadata.num_decode_tokens) == (2, 8)
+    assert (metadata.num_prefills, metadata.num_prefill_tokens) == (2, 70)
+    assert metadata.num_actual_tokens == 78 and metadata.slot_mapping is common.slot_mapping
+    assert metadata.decode.wrapper.plan.updates[-1][0].tolist() == [20, 33]
+    # Pages of the prefills are those of rows 2 and 3 of the block table.
+    assert metadata.prefill.wrapper._paged_kv_indices_buf.tolist() == [300, 301, 302, 303, 400, 401]
+
+
+def test_a_long_row_that_is_no_prefill_gets_exact_lengths_with_vllms_own_wait(bench, recorders):
+    b = bench(k=3)
+    metadata, reads, _ = mixed(b, [False, False, True, False], [23, 36, 50, 33])
+    assert reads, "the bound of such a row is not exact: the length must come from the device"
+    [prefill] = [p for r in recorders.values() for p in r.plans]
+    assert prefill.kv_lens == [50, 30] and metadata.num_prefills == 2
+
+
+def test_prefill_only_and_non_causal_batches_are_stock(bench, recorders):
+    b = bench(k=3)
+    metadata, [plan] = b.build([40, 50], [40, 50])
+    assert metadata.num_decodes == 0 and plan.qo_indptr == [0, 40, 90]
+    metadata, [plan] = b.build([4, 4], [20, 33], causal=False)
+    assert metadata.num_prefills == 2 and not plan.causal
+
+
+def test_the_module_is_made_for_the_group(bench, kernels):
+    b = bench(k=7, kv_cache_dtype="fp8_e5m2")
+    spec = kernels.specs[-1]
+    assert (spec.head_dim, spec.group_size, spec.max_q_len) == (128, 2, 8)
+    assert (spec.dtype_q, spec.dtype_kv) == ("bfloat16", "float8_e5m2")
+    assert not spec.window and not spec.soft_cap
+    assert b.builder.reorder_batch_threshold == 8 and b.support() == "UNIFORM_BATCH"
+
+
+def test_run_gets_the_layers_scales_and_the_batchs_table(bench, kernels):
+    import torch
+
+    b = bench(k=3)
+    metadata, _ = b.build([4, 4], [20, 33], capture=True)
+    q = torch.zeros(8, 4, 128)
+    kv = torch.zeros(10, 16, 2, 256).split(128, dim=-1)
+    out = torch.empty_like(q)
+    metadata.decode.wrapper.run(q, kv, q_scale=2.0, k_scale=0.5, v_scale=3.0, out=out, kv_cache_sf=None)
+    [call] = kernels.runs
+    assert call.out is out and call.layout == "NHD"
+    assert call.sm_scale == pytest.approx(2 * 128**-0.5) and (call.k_scale, call.v_scale) == (0.5, 3.0)
+    assert call.table is metadata.decode.wrapper.block_table
+
+
+def test_the_partial_outputs_of_all_shapes_are_one_workspace(bench):
+    b = bench(k=3)
+    large, _ = b.build([4] * 8, [30] * 8, capture=True)
+    small, _ = b.build([4] * 2, [30] * 2, capture=True)
+    assert small.decode.wrapper.plan.partial_o is large.decode.wrapper.plan.partial_o
+
+
+def test_without_speculation_decodes_are_planned_on_the_device_too(bench):
+    b = bench(k=0)
+    assert b.support() == "UNIFORM_SINGLE_TOKEN_DECODE" and b.builder.reorder_batch_threshold == 1
+    b.build([1] * 3, [9] * 3, capture=True)
+    metadata, reads, _ = steady(b, [1] * 3, [20, 33, 16])
+    assert reads == [] and metadata.num_decodes == 3
+    assert metadata.decode.wrapper.plan.shape["max_q_len"] == 1
+
+
+def test_native_serves_where_the_module_cannot_be_built(bench, kernels, monkeypatch, recorders):
+    from vllm_specpatch.kernels import build, spec_mask
+
+    def no_compiler(spec):
+        raise build.BuildError("no nvcc; run `vllm-specpatch build`")
+
+    monkeypatch.setattr(spec_mask, "load", no_compiler)
+    b = bench(k=3)
+    assert (b.support(), b.builder.reorder_batch_threshold) == ("UNIFORM_BATCH", 4)
+    assert b.builder.specpatch_route.name == "native"
+    _, [plan] = b.build([4, 4], [20, 33], capture=True)
+    assert plan.uniform_q_len == 4
+
+
+def test_metadata_that_grew_a_field_is_not_filled_blindly(bench, vllm_on_sm86, monkeypatch):
+    import dataclasses
+
+    grown = dataclasses.make_dataclass(
+        "FlashInferMetadata", ["sinks"], bases=(vllm_on_sm86.FlashInferMetadata,)
+    )
+    monkeypatch.setattr(vllm_on_sm86, "FlashInferMetadata", grown)
+    assert bench(k=3).builder.specpatch_route.name == "native"

@@ -1,0 +1,82 @@
+"""doctor, check-log and build as a user calls them."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+LOGS = pathlib.Path(__file__).parent / "logs"
+
+
+@pytest.fixture
+def cli(clean_environment, tmp_path):
+    def run(*arguments, **env):
+        command = [sys.executable, "-P", "-m", "vllm_specpatch.cli", *map(str, arguments)]
+        return subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path, env=clean_environment(**env)
+        )
+
+    return run
+
+
+def test_doctor_without_a_gpu_cannot_tell_but_says_what_it_found(cli):
+    done = cli("doctor", PATH="/nonexistent")
+    assert done.returncode == 2, done.stderr
+    assert "vLLM" in done.stdout and "no NVIDIA GPU was found" in done.stdout and "Advice" in done.stdout
+
+
+def test_doctor_json_for_a_named_gpu(cli):
+    done = cli("doctor", "--gpu", "sm_86", "--json")
+    assert done.returncode in (0, 1), done.stderr
+    assert "flashinfer-spec-decode" in json.dumps(json.loads(done.stdout))
+
+
+def test_doctor_survives_a_python_without_vllm_torch_and_flashinfer(cli, tmp_path):
+    """An isolated Python with nothing but this package and its two requirements on the path."""
+    import packaging
+    import wrapt
+
+    import vllm_specpatch
+
+    site = tmp_path / "site"
+    site.mkdir()
+    for module in (packaging, wrapt):
+        folder = pathlib.Path(module.__file__).parent
+        (site / folder.name).symlink_to(folder)
+    package = site / "vllm_specpatch"
+    root = pathlib.Path(vllm_specpatch.__file__).parent
+    package.mkdir()
+    for path in root.iterdir():
+        (package / path.name).symlink_to(path)
+    for name in ("patches", "kernels"):
+        (package / name).symlink_to(root.parent / name)
+    code = f"""
+import sys
+sys.path.insert(0, {str(site)!r})
+from vllm_specpatch.cli import main
+sys.exit(main(["doctor"]))
+"""
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode in (1, 2), done.stderr
+    assert "Traceback" not in done.stderr and "not installed" in done.stdout
+
+
+def test_check_log_compares_two_files(cli):
+    done = cli("check-log", LOGS / "0.27.1-v2-stock.txt", LOGS / "0.27.1-v2-patched.txt")
+    assert done.returncode == 1
+    assert "PIECEWISE" in done.stdout and "FULL graphs" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [("check-log", "missing.log"), ("doctor", "--gpu", "ampere")])
+def test_a_mistake_is_one_line(cli, arguments):
+    done = cli(*arguments)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) >= 1
+
+
+def test_build_says_what_is_wrong_with_a_spec(cli, tmp_path):
+    done = cli("build", "--arch", "8.6", "--spec", "bf16/fp8_e4m3/96/g4", "--out", tmp_path)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "96" in done.stderr
