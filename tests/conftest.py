@@ -11,6 +11,9 @@ import textwrap
 
 import pytest
 
+# `make` sets it for pytest itself; the processes that tests start must be like a user's.
+os.environ.pop("PYTHONSAFEPATH", None)
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOY = ROOT / "tests" / "toy"
 
