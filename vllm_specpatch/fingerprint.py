@@ -98,8 +98,8 @@ def of_file(path: str | Path, qualname: str) -> str:
 def of_symbol(symbol: str) -> str:
     """Digest of ``"module:qualname"``: from memory if the module is imported, otherwise from its file.
 
-    A module that is not imported yet is not imported for this: its import may be heavy, or circular while
-    a post-import hook runs. Raises :class:`NoSource`.
+    A module that is not imported yet is not imported for this (its parent packages are): its import may be
+    heavy, or circular while a post-import hook runs. Raises :class:`NoSource`.
     """
     module_name, _, qualname = symbol.partition(":")
     owner_name, _, name = qualname.rpartition(".")

@@ -1,4 +1,4 @@
-"""check-log on what vLLM prints: real logs of 0.27.1, and other releases by their format strings (logs/README)."""
+"""check-log on what vLLM prints: real logs of 0.27.1, other releases by their format strings (logs/README.md)."""
 
 import argparse
 import gzip
@@ -132,7 +132,8 @@ def test_details_of_a_real_log():
 
 
 def lines_of(data):
-    return data.decode().splitlines(keepends=True) if False else re.findall(r"[^\n]*\n", data.decode())
+    # Not splitlines(): a carriage return does not end a line of a log.
+    return re.findall(r"[^\n]*\n", data.decode())
 
 
 def compose(data):
@@ -253,23 +254,17 @@ def test_interleaved_engines_keep_their_bars():
             chunks[name].append(f"({name}) {head}\r{updates[0]}")  # starts the bar, no newline
             chunks[name] += ["\n\r" + update for update in updates[1:]]  # continues on a line of its own
     for seed in range(20):
-        order, rest = random.Random(seed), {name: list(parts) for name, parts in chunks.items()}
-        text, open_line = "", False
-        while any(rest.values()):
-            name = order.choice([n for n, parts in rest.items() if parts])
-            chunk = rest[name].pop(0)
-            if "Capturing" in chunk and not chunk.startswith("("):
-                # Two bars of one name at once cannot be told apart; vLLM's ranks capture in step, and
-                # only one rank of a world prints. Let this bar end before the other engine goes on.
-                while True:
-                    text += chunk
-                    if "100%" in chunk or not rest[name] or not rest[name][0].startswith("\n\r"):
-                        break
-                    chunk = rest[name].pop(0)
-            else:
-                text += chunk
-            open_line = not text.endswith("\n")
-        assert open_line or text.endswith("\n")
+        order, rest, text = random.Random(seed), {name: list(parts) for name, parts in chunks.items()}, ""
+        while left := [name for name, parts in rest.items() if parts]:
+            name = order.choice(left)
+            text += rest[name].pop(0)
+            # Two bars of one name at a time cannot be told apart, so one that has begun ends first; lines
+            # of the other engine come between its updates all the same.
+            while rest[name] and rest[name][0].startswith("\n\r"):
+                other = next(n for n in rest if n != name)
+                if rest[other] and "Capturing" not in rest[other][0] and order.random() < 0.5:
+                    text += rest[other].pop(0)
+                text += rest[name].pop(0)
         zero, one = read(text.encode())
         assert (zero.name, zero.verdict, one.name, one.verdict) == (
             "DP0",
@@ -277,7 +272,19 @@ def test_interleaved_engines_keep_their_bars():
             "DP1",
             checklog.GOOD,
         )
+        assert zero.target_graphs == {"PIECEWISE": [6, 6]}
+        assert one.target_graphs == {"PIECEWISE": [6, 6], "FULL": [6, 6]}
         assert zero.downgrade and not one.downgrade and not zero.ours and one.ours
+
+
+def test_ray_workers_of_two_engines():
+    """Ray's prefix comes inside that of the engine, which alone has the data-parallel rank."""
+    text = ""
+    for rank, name in enumerate(("stock", "patched")):
+        prefix = f"(EngineCore_DP{rank} pid={rank}) \x1b[36m(RayWorkerWrapper pid=8{rank}, ip=192.0.2.{rank})\x1b[0m "
+        text += "".join(prefix + line for line in lines_of(log(f"0.27.1-v2-{name}.txt")))
+    found = read(text.encode())
+    assert [(e.name, e.verdict) for e in found] == [("DP0", checklog.WRONG), ("DP1", checklog.GOOD)]
 
 
 # -- rules ---------------------------------------------------------------------------------------
@@ -344,15 +351,28 @@ def test_a_log_that_is_still_growing_is_never_called_wrong(name, part):
 # -- never raises --------------------------------------------------------------------------------
 
 FRAGMENTS = [
-    b"(EngineCore_DP0 pid=1) ", b"(Worker_DP1_TP0 pid=2)", b"(EngineCore_7 pid=", b"INFO 11-30 04:05:13 [a.py:1] ",
-    b"\rCapturing CUDA graphs (FULL): 100%|##| 6/6 [", b"Capturing decode CUDA graphs (FULL):   0%|", b"| 99999999999/3",
-    b"CUDAGraphMode.FULL is not supported with spec-decode for attention backend X (support: ", b"Y); setting cudagraph_mode=",
-    b"Initializing a V1 LLM engine (v0) with config: ", b"speculative_config=SpeculativeConfig(method='", b"num_spec_tokens=",
-    b"'cudagraph_mode': <CUDAGraphMode.", b"vllm-specpatch 0.1.0: ", b"not applied (refused): ", b"x applied: ", b"{", b"}",
-    b'{"log":"', b'","stream":"stderr"}', b'{"message":"Using ', b"Using FLASHINFER backend.", b"\n", b"\r", b"\r\n", b"\x1b[32m",
-    b"\x1b]0;", b"vllm-1  | ", b"2026-11-30T04:05:13Z stderr P ", b"[pod/a/b] ", b"Graph capturing finished in 1 secs, took ",
-    b"-1.5 GiB", b"1.2.3 GiB", "٣".encode(), b"\xff\x00", b"Loading drafter model", b"_DP", b"(pid=", b", ip=",
-]  # fmt: skip
+    *(
+        b"(EngineCore_DP0 pid=1) ",
+        b"(Worker_DP1_TP0 pid=2)",
+        b"(EngineCore_7 pid=",
+        b"_DP",
+        b"(pid=",
+        b", ip=",
+    ),
+    *(b"\rCapturing CUDA graphs (FULL): 100%|##| 6/6 [", b"Capturing decode CUDA graphs (FULL):   0%|"),
+    *(b"| 99999999999/3", "\u0663".encode(), b"INFO 11-30 04:05:13 [a.py:1] ", b"\n", b"\r", b"\r\n"),
+    b"CUDAGraphMode.FULL is not supported with spec-decode for attention backend X (support: ",
+    *(b"Y); setting cudagraph_mode=", b"Initializing a V1 LLM engine (v0) with config: "),
+    *(
+        b"speculative_config=SpeculativeConfig(method='",
+        b"num_spec_tokens=",
+        b"'cudagraph_mode': <CUDAGraphMode.",
+    ),
+    *(b"vllm-specpatch 0.1.0: ", b"not applied (refused): ", b"x applied: ", b"{", b"}", b'{"log":"'),
+    *(b'","stream":"stderr"}', b'{"message":"Using ', b"Using FLASHINFER backend.", b"Loading drafter model"),
+    *(b"\x1b[32m", b"\x1b]0;", b"vllm-1  | ", b"2026-11-30T04:05:13Z stderr P ", b"[pod/a/b] "),
+    *(b"Graph capturing finished in 1 secs, took ", b"-1.5 GiB", b"1.2.3 GiB", b"\xff\x00"),
+]
 
 
 @settings(max_examples=300, deadline=None)
