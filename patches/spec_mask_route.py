@@ -16,7 +16,7 @@ from typing import Any
 from ..kernels import build as kernel_build
 from ..kernels import spec_mask
 from ..patch import Finding, State
-from .routes_base import RouteUnavailable
+from .routes_base import CapturedShapes, RouteUnavailable
 
 #: What this file sets on the metadata of a decode batch; other fields would be left at a default unseen.
 METADATA_FIELDS = {
@@ -181,7 +181,7 @@ class SpecMaskRoute:
 
     # -- metadata ----------------------------------------------------------------------------------
 
-    def build(self, common: Any, stock_build: Any, capturing: bool, captured: set[tuple[int, int]]) -> Any:
+    def build(self, common: Any, stock_build: Any, captured: CapturedShapes) -> Any:
         """``FlashInferMetadata`` of a causal batch without reading a device value.
 
         ``stock_build(common)`` plans the prefills of a mixed batch. Raises whatever the kernels raise for
@@ -194,15 +194,13 @@ class SpecMaskRoute:
         if not decodes:
             return stock_build(common)
         shape = (decodes, decode_tokens)
-        graph = (
+        graph = captured.use_graph(
+            shape,
             builder.enable_cuda_graph
             and not prefills
             and decode_tokens <= builder._decode_cudagraph_max_bs
-            and decode_tokens % decodes == 0
+            and decode_tokens % decodes == 0,
         )
-        if graph and capturing:
-            captured.add(shape)
-        graph = graph and shape in captured
         block_table = common.block_table_tensor[:decodes]
         plan = self.plan_for(*shape, block_table, graph)
         plan.update(common.seq_lens[:decodes], common.query_start_loc[: decodes + 1])

@@ -39,6 +39,7 @@ from ..patch import Context, Edit, Finding, Patch, State
 from . import routes
 from .decision import Decision, Facts, why_stock
 from .digests import FLASHINFER_BACKEND_DIGESTS
+from .routes_base import CapturedShapes
 
 BUILDER = "FlashInferMetadataBuilder"
 
@@ -117,7 +118,7 @@ class FlashInferSpecDecode:
                 found = self._commitments[key] = self._decide(vllm_config)
                 # ids are reused: a new configuration must not inherit an old decision.
                 weakref.finalize(vllm_config, self._commitments.pop, key, None)
-                self._say(found, vllm_config)
+                self._say(found)
             return found
 
     def _decide(self, vllm_config: Any) -> Commitment:
@@ -168,7 +169,7 @@ class FlashInferSpecDecode:
             kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
         )
 
-    def _say(self, commitment: Commitment, vllm_config: Any) -> None:
+    def _say(self, commitment: Commitment) -> None:
         from vllm.platforms import current_platform
 
         capability = current_platform.get_device_capability()
@@ -232,11 +233,7 @@ class FlashInferSpecDecode:
             if not builder.enable_cuda_graph:
                 # Another backend of the model lowered the mode before this builder was made (V1 runner).
                 return
-            if builder.q_data_type_decode.itemsize == 1:
-                # FA2 takes no FP8 queries; they would be asked for on sm_90 and sm_10x without cubins.
-                builder.q_data_type_decode = builder.model_config.dtype
-            builder.specpatch_captured = set()
-            builder.specpatch_capturing = False
+            builder.specpatch_captured = CapturedShapes()
             # vLLM's own rule, including parallel drafting (1 + 2k) and the DCP guard.
             builder._init_reorder_batch_threshold(
                 1, supports_spec_as_decode=commitment.applies, supports_dcp_with_varlen=False
@@ -246,6 +243,10 @@ class FlashInferSpecDecode:
                 wanted = commitment.decision.route
                 reason = f"route {route.name} serves a group instead of {wanted}: {refusal}"
                 self.context.decided(Finding(State.APPLIED, reason), route=route.name)
+            if builder.q_data_type_decode.itemsize == 1:
+                # FA2 takes no FP8 queries; they would be asked for on sm_90 and sm_10x without cubins. Set
+                # last: a builder that no route serves must stay stock in everything.
+                builder.q_data_type_decode = builder.model_config.dtype
             builder.specpatch_route = route
         except Refused:
             raise
@@ -291,7 +292,6 @@ class FlashInferSpecDecode:
                 return route.build(
                     common,
                     lambda part: wrapped(common_prefix_len=0, common_attn_metadata=part),
-                    builder.specpatch_capturing,
                     builder.specpatch_captured,
                 )
             return wrapped(*args, **kwargs)
@@ -304,11 +304,11 @@ class FlashInferSpecDecode:
     def build_for_cudagraph_capture(self, wrapped: Any, builder: Any, args: Any, kwargs: Any) -> Any:
         if getattr(builder, "specpatch_route", None) is None:
             return wrapped(*args, **kwargs)
-        builder.specpatch_capturing = True
+        builder.specpatch_captured.capturing = True
         try:
             return wrapped(*args, **kwargs)
         finally:
-            builder.specpatch_capturing = False
+            builder.specpatch_captured.capturing = False
 
     def split_decodes_and_prefills(self, wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
         split = wrapped(*args, **kwargs)
@@ -343,13 +343,8 @@ class FlashInferSpecDecode:
             return wrapped(*args, **kwargs)
         bound = self._signatures["_get_decode_wrapper"].bind(builder, *args, **kwargs)
         bound.apply_defaults()
-        graph = bound.arguments["use_cudagraph"]
         shape = (batch.num_decodes, batch.q_len)
-        if graph and builder.specpatch_capturing:
-            builder.specpatch_captured.add(shape)
-        # Only captured shapes replay. Without this every other (requests, q_len) that traffic brings would
-        # get a persistent wrapper and its workspace, and memory would grow for hours.
-        graph = graph and shape in builder.specpatch_captured
+        graph = builder.specpatch_captured.use_graph(shape, bound.arguments["use_cudagraph"])
         if batch.q_len == 1:
             return wrapped(bound.arguments["batch_size"], graph)
         return builder.specpatch_route.decode_wrapper(*shape, graph)

@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 from typing import IO, Any
 
-GOOD, WRONG, CANNOT_TELL = 0, 1, 2
+from .exit_codes import CANNOT_TELL, GOOD, WRONG
+
 VERDICTS = {GOOD: "good", WRONG: "WRONG", CANNOT_TELL: "cannot tell"}
 WIDTH = 110
 LABEL = 20
@@ -209,6 +210,11 @@ DOWNGRADE = re.compile(
     r"(?:for attention backend (?P<b1>\w+)|with (?P<b2>\w+) backend) \(support: ?(?:AttentionCGSupport\.)?"
     r"(?P<support>\w+)\).*?setting cudagraph_mode=(?P<to>\w+)"
 )
+# A whole name with something behind it: the last line of a log that is still growing may end in "FULL".
+MODE_ASKED = re.compile(
+    r"'?cudagraph_mode'?[:=] ?<?(?:CUDAGraphMode\.)?'?"
+    r"(NONE|PIECEWISE|FULL|FULL_DECODE_ONLY|FULL_AND_PIECEWISE)(?=\W)"
+)
 NO_PIECEWISE = re.compile(
     NOT_QUOTED + r"Cudagraph mode (?:CUDAGraphMode\.)?(?P<asked>\w+) requires piecewise capture.*"
     r"Overriding to (?:CUDAGraphMode\.)?(?P<to>\w+)"
@@ -384,7 +390,7 @@ def _read_config(engine: Engine, version: str, config: str) -> None:
             engine.k = int(k[1])
     if match := re.search(r"\bkv_cache_dtype=([\w.]+)", config):
         engine.kv_cache_dtype = match[1].removeprefix("torch.")
-    if match := re.search(r"'?cudagraph_mode'?[:=] ?<?(?:CUDAGraphMode\.)?'?([A-Z_]+)", config):
+    if match := MODE_ASKED.search(config):
         engine.requested = match[1]
     engine.eager = "enforce_eager=True" in config
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__, checklog, doctor, fingerprint
-from .hooks import SERIES_MODULE
+from .exit_codes import CANNOT_TELL, GOOD, WRONG
+from .hooks import SERIES_MODULE, load_patches
 
-GOOD, WRONG, CANNOT_TELL = 0, 1, 2
 PROBE_MODULE = f"{SERIES_MODULE}.predict_probe"
 PROBE_TIMEOUT_S = 300
 #: The kernels' build module; a string, because the engine knows no kernel.
@@ -89,9 +89,7 @@ def predict(arguments: argparse.Namespace) -> int:
 
 
 def list_patches(arguments: argparse.Namespace) -> int:
-    patches = [
-        importlib.import_module(entry.module).PATCH for entry in importlib.import_module(SERIES_MODULE).SERIES
-    ]
+    patches = load_patches()
     if arguments.json:
         rows = [
             {
@@ -114,8 +112,8 @@ def list_patches(arguments: argparse.Namespace) -> int:
 def print_fingerprints(arguments: argparse.Namespace) -> int:
     symbols = list(arguments.symbols)
     accepted: dict[str, Any] = {}
-    for entry in importlib.import_module(SERIES_MODULE).SERIES:
-        accepted.update(importlib.import_module(entry.module).PATCH.digests)
+    for patch in load_patches():
+        accepted.update(patch.digests)
     bad = 0
     for symbol in symbols or accepted:
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import importlib
 import importlib.util
 import json
 import os
@@ -30,10 +29,10 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
 from . import __version__, fingerprint, gate
-from .hooks import SERIES_MODULE
+from .exit_codes import CANNOT_TELL, GOOD, WRONG
+from .hooks import load_patches
 from .settings import read as read_settings
 
-GOOD, WRONG, CANNOT_TELL = 0, 1, 2
 WIDTH = 110
 LABEL = 22
 COMMAND_TIMEOUT_S = 20
@@ -136,11 +135,6 @@ def digest_on_disk(symbol: str) -> str:
     return fingerprint.of_file(path, qualname)
 
 
-def patches() -> list[Any]:
-    """The patches of the series, by string: the engine knows none of them."""
-    return [importlib.import_module(e.module).PATCH for e in importlib.import_module(SERIES_MODULE).SERIES]
-
-
 @dataclass(frozen=True)
 class Probes:
     """Everything that looks outside; tests replace single ones."""
@@ -152,7 +146,7 @@ class Probes:
     which: Callable[[str], str | None] = shutil.which
     folder_of: Callable[[str], Path | None] = folder_of
     plugins: Callable[[], dict[str, str]] = general_plugins
-    patches: Callable[[], list[Any]] = patches
+    patches: Callable[[], list[Any]] = load_patches
     digest: Callable[[str], str] = digest_on_disk
     home: Path = Path("~")
     default_nvcc: str = "/usr/local/cuda/bin/nvcc"

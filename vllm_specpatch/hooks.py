@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Iterable
 from dataclasses import asdict
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,13 @@ from .settings import read as read_settings
 
 #: The module that lists the patches; a string, because the engine knows nothing of any patch.
 SERIES_MODULE = "vllm_specpatch.patches"
+
+
+def load_patches(entries: Iterable[Entry] | None = None) -> list[Patch]:
+    """The patches of these entries (default: of the whole series), in order. Imports their files."""
+    if entries is None:
+        entries = importlib.import_module(SERIES_MODULE).SERIES
+    return [importlib.import_module(entry.module).PATCH for entry in entries]
 
 
 class Engine:
@@ -118,7 +126,7 @@ class Engine:
         skipped = [entry.name for entry in members if entry.name in self.settings.skip]
         if skipped:
             return Finding(State.DISABLED, f"VLLM_SPECPATCH_SKIP names {', '.join(skipped)}")
-        patches: list[Patch] = [importlib.import_module(entry.module).PATCH for entry in members]
+        patches = load_patches(members)
         for patch in patches:
             refusal = gate.check(patch, allow_unknown=self.settings.allow_unknown)
             if refusal is not None:

@@ -348,6 +348,14 @@ def test_a_log_that_is_still_growing_is_never_called_wrong(name, part):
         assert e.captured or e.verdict == checklog.CANNOT_TELL
 
 
+@pytest.mark.parametrize("end", [b"<C", b"<CUDAGraphMode.FULL", b"<CUDAGraphMode.FULL_"])
+def test_a_mode_that_is_still_being_written_is_not_a_mode(end):
+    data = log("0.27.1-v2-patched.txt")
+    at = data.index(b"'cudagraph_mode': " + end) + len(b"'cudagraph_mode': " + end)
+    e = only(data[:at])
+    assert e.verdict == checklog.CANNOT_TELL and not e.requested
+
+
 # -- never raises --------------------------------------------------------------------------------
 
 FRAGMENTS = [
