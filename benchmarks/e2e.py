@@ -9,7 +9,9 @@ one machine and print the ratios with benchmarks/compare.py: absolute times diff
 
 Keys: k (draft tokens, 7; 0 = none), bs, ctx, out (tokens per request), layers, repeats, fa (2 or 3), kv
 (auto, fp8, fp8_e5m2), async (0 or 1), cg (capture sizes), eager=1, gpu_gib (KV cache size), method (eagle,
-ngram), json (result file). With fp8 KV, queries stay bf16 (as on sm_8x, where FA2 takes no fp8 queries).
+ngram), json (result file), skip (cells to leave out, as 32x32768: batch x context), profile (cells to trace
+with torch's profiler after their timing, as 1x1024). With fp8 KV, queries stay bf16 (as on sm_8x, where FA2
+takes no fp8 queries).
 """
 
 import hashlib
@@ -126,6 +128,86 @@ def captured_graphs(llm) -> dict:
     return found
 
 
+class BuildTimes:
+    """Host seconds in the attention backend's ``build()``, one entry per call, while it is recording."""
+
+    def __init__(self, llm) -> None:
+        self.recording = False
+        self.seconds: list[float] = []
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
+        runner = getattr(worker, "worker", worker).model_runner
+        builders = {type(group.get_metadata_builder(0)) for groups in runner.attn_groups for group in groups}
+        for builder in builders:
+            builder.build = self.timed(builder.build)
+
+    def timed(self, build):
+        def wrapper(*args, **kwargs):
+            if not self.recording:
+                return build(*args, **kwargs)
+            start = time.perf_counter()
+            try:
+                return build(*args, **kwargs)
+            finally:
+                self.seconds.append(time.perf_counter() - start)
+
+        return wrapper
+
+
+#: Host calls that wait for the GPU.
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "aten::item")
+
+
+def profile(generate, steps: int, times: BuildTimes) -> dict:
+    """What a verify step costs: GPU time busy and idle, its largest kernels, host time per build(), waits.
+
+    The profiler slows the host, so idle time is an upper bound; build() is timed in a run without it.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    times.seconds.clear()
+    times.recording = True
+    generate(2 + steps)
+    times.recording = False
+    calls = sorted(times.seconds)
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        generate(2 + steps)
+    events = [e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda e: e.time_range.start)
+    # The first two tokens are the prefill's and warm the caches: the last half is steady.
+    first, last = events[len(events) // 2].time_range.start, max(e.time_range.end for e in events)
+    steady = [e for e in events if e.time_range.start >= first]
+    busy, end = 0.0, first
+    kernels: dict[str, list[float]] = {}
+    for e in steady:
+        start, stop = max(e.time_range.start, end), max(e.time_range.end, end)
+        busy, end = busy + stop - start, stop
+        kernels.setdefault(e.name[:90], []).append(e.time_range.elapsed_us())
+    largest = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:14]
+    host = [e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CPU]
+    begin = min(e.time_range.start for e in host)
+    middle = begin + (max(e.time_range.end for e in host) - begin) / 2
+    waits = {
+        name: [e.time_range.elapsed_us() for e in host if e.name == name and e.time_range.start >= middle]
+        for name in WAITS
+    }
+    return {
+        "steps": steps,
+        "gpu_span_us": round(last - first, 1),
+        "gpu_busy_share": round(busy / (last - first), 4),
+        "builds_per_step": round(len(calls) / (1 + steps), 2),
+        "build_us": {
+            "median": round(calls[len(calls) // 2] * 1e6, 1),
+            "p90": round(calls[len(calls) * 9 // 10] * 1e6, 1),
+            "sum_per_step": round(sum(calls) / (1 + steps) * 1e6, 1),
+        }
+        if calls
+        else None,
+        "waits_in_second_half": {n: {"calls": len(v), "us": round(sum(v), 1)} for n, v in waits.items() if v},
+        "kernels": [{"name": n, "calls": len(v), "us": round(sum(v), 1)} for n, v in largest],
+    }
+
+
 def main() -> None:
     name, backend = sys.argv[1:3]
     options = dict(a.split("=", 1) for a in sys.argv[3:])
@@ -142,10 +224,14 @@ def main() -> None:
     started = time.time()
     llm = make_llm(backend, options, contexts, batches, out)
     init_s = time.time() - started
+    times = BuildTimes(llm) if "profile" in options else None
+    skip, traced = (options.get(key, "").split(",") for key in ("skip", "profile"))
     random.seed(0)
     cells, tokens = {}, {}
     for context in contexts:
         for batch in batches:
+            if f"{batch}x{context}" in skip:
+                continue
             prompts = [
                 {"prompt_token_ids": [random.randrange(3, 32000) for _ in range(context)]}
                 for _ in range(batch)
@@ -169,6 +255,11 @@ def main() -> None:
                 "tokens_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16],
             }
             tokens[cell] = ids
+            if times is not None and f"{batch}x{context}" in traced:
+                try:
+                    cells[cell]["profile"] = profile(generate, min(out, 32), times)
+                except Exception as e:  # the timings above must not be lost with it
+                    cells[cell]["profile"] = {"error": repr(e)}
     config = llm.llm_engine.vllm_config
     try:
         graphs = captured_graphs(llm)

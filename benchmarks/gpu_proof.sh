@@ -3,10 +3,11 @@
 # side in one session, with token comparison. Prints a table and writes JSON files.
 #
 #   bash benchmarks/gpu_proof.sh OUT timing          # one process at a time: times count (about 8 minutes)
-#   bash benchmarks/gpu_proof.sh OUT tokens          # three at a time: tokens and graphs count, times do not
+#   bash benchmarks/gpu_proof.sh OUT tokens          # several at a time: tokens and graphs count, times do not
 #
 # `timing` begins with stock vLLM and therefore wants the package NOT installed; it installs the checkout with pip.
-# PYTHON (python3), CELLS ("bs=1,8,32 ctx=1024,8192 out=64") and ROUTES ("native spec_mask") may be set.
+# PYTHON (python3), CELLS ("bs=1,8,32 ctx=1024,8192 out=64"), ROUTES ("native spec_mask"), VARIANTS (of tokens,
+# "k1:k=1 fp8:k=7,kv=fp8 ...") and JOBS (processes at a time in tokens, 3) may be set.
 set -uo pipefail
 checkout=$(cd "$(dirname "$0")/.." && pwd)
 out=$(mkdir -p "$1" && cd "$1" && pwd) what=$2
@@ -52,9 +53,10 @@ timing)
     compare timing "${names[@]}" flash_attn
     ;;
 tokens)
-    small="$cells repeats=1 mem=0.25 gpu_gib=14"
+    small="$cells repeats=1 mem=0.15 gpu_gib=12"
+    variants=${VARIANTS:-k1:k=1 k3:k=3 fp8:k=7,kv=fp8 v1:k=7 ngram:k=3,method=ngram k0:k=0}
     jobs=()
-    for variant in k1:k=1 k3:k=3 fp8:k=7,kv=fp8 v1:k=7 ngram:k=3,method=ngram k0:k=0; do
+    for variant in $variants; do
         name=${variant%%:*} keys=${variant#*:}
         for route in off $routes; do jobs+=("$name $route ${keys//,/ }"); done
     done
@@ -68,11 +70,11 @@ tokens)
     for job in "${jobs[@]}"; do
         # shellcheck disable=SC2086  # the job is a list of words
         (one $job) &
-        while [ "$(jobs -rp | wc -l)" -ge 3 ]; do wait -n; done
+        while [ "$(jobs -rp | wc -l)" -ge "${JOBS:-3}" ]; do wait -n; done
     done
     wait
-    for name in k1 k3 fp8 v1 ngram k0; do
-        files=()
+    for variant in $variants; do
+        name=${variant%%:*} files=()
         for route in off $routes; do files+=("$name-$route"); done
         echo "== $name"
         compare "$name" "${files[@]}"
