@@ -7,7 +7,8 @@
 #
 # `timing` begins with stock vLLM and therefore wants the package NOT installed; it installs the checkout with pip.
 # PYTHON (python3), CELLS ("bs=1,8,32 ctx=1024,8192 out=64"), ROUTES ("native spec_mask"), VARIANTS (of tokens,
-# "k1:k=1 fp8:k=7,kv=fp8 ...") and JOBS (processes at a time in tokens, 3) may be set.
+# "k1:k=1 fp8:k=7,kv=fp8 ..."), JOBS (processes at a time in tokens, 3) and NO_FLASH_ATTN=1 may be set. Calling it
+# again goes on where it was: a run whose JSON lies in RAW (/tmp/specpatch-proof) is not repeated.
 set -uo pipefail
 checkout=$(cd "$(dirname "$0")/.." && pwd)
 out=$(mkdir -p "$1" && cd "$1" && pwd) what=$2
@@ -21,6 +22,7 @@ export PYTHONUNBUFFERED=1
 run() { # NAME BACKEND key=value...
     local name=$1
     shift
+    [ -s "$raw/$name.json" ] && return # an earlier call of this script made it
     timeout "${LIMIT:-300}" "$python" -P "$checkout/benchmarks/e2e.py" "$name" "$@" "json=$raw/$name.json" \
         > "$out/log/$name.log" 2>&1
     echo "$name rc=$? $(date +%T)"
@@ -49,7 +51,7 @@ timing)
         names+=("$route")
     done
     # Its first CUDA graph alone takes a minute.
-    LIMIT=${FLASH_ATTN_LIMIT:-420} run flash_attn FLASH_ATTN fa=2 k=7 $cells
+    [ -n "${NO_FLASH_ATTN:-}" ] || LIMIT=${FLASH_ATTN_LIMIT:-420} run flash_attn FLASH_ATTN fa=2 k=7 $cells
     compare timing "${names[@]}" flash_attn
     ;;
 tokens)
