@@ -19,7 +19,8 @@ class Route(Protocol):
     """What the FlashInfer patch asks of a route."""
 
     name: str
-    #: True: ``build(common, stock_build, captured)`` makes the metadata of causal batches.
+    #: True: ``build(common, stock_build, captured)`` makes the metadata of causal batches;
+    #: ``stock(build)`` calls vLLM's own for the others.
     #: False: vLLM's ``build()`` runs and asks for ``decode_wrapper(requests, q_len, graph)`` and
     #: ``plan(wrapper, arguments of fast_plan_decode by name)`` (see :class:`.native.NativeRoute`).
     builds: bool

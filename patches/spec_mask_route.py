@@ -80,6 +80,33 @@ class SpecMaskDecode:
         )
 
 
+class Staging:
+    """Guards the page-locked memory that vLLM's ``build()`` and FlashInfer's ``plan()`` copy from.
+
+    Each build writes it anew and queues the copies. Stock may: every build of it waits for the GPU first.
+    Without that wait a build overwrites what an earlier one has queued and not yet copied: of two prefill
+    batches in a row the first ran with the second's plan (an illegal memory access at batch 32). So a build
+    waits for the copies of the one before it, which are long done unless prefills follow each other.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._copied: Any = None
+
+    def __enter__(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def __exit__(self, *_: object) -> None:
+        import torch
+
+        if self._device.type != "cuda":
+            return
+        if self._copied is None:
+            self._copied = torch.cuda.Event()
+        self._copied.record(torch.cuda.current_stream(self._device))
+
+
 class SpecMaskRoute:
     """One per metadata builder. Owns a plan per captured shape, one for all other batches, and the
     workspace that they share: one plan is in use at a time, on one stream."""
@@ -108,6 +135,7 @@ class SpecMaskRoute:
         self._plans: dict[tuple[int, int], spec_mask.Plan] = {}
         self._eager_plan: spec_mask.Plan | None = None
         self._workspace: tuple[Any, Any] | None = None
+        self._staging = Staging(builder.device)
 
     @classmethod
     def why_not(cls) -> Finding | None:
@@ -181,6 +209,11 @@ class SpecMaskRoute:
 
     # -- metadata ----------------------------------------------------------------------------------
 
+    def stock(self, build: Any) -> Any:
+        """Metadata made by vLLM's own ``build``, called without arguments, on staging memory that is free."""
+        with self._staging:
+            return build()
+
     def build(self, common: Any, stock_build: Any, captured: CapturedShapes) -> Any:
         """``FlashInferMetadata`` of a causal batch without reading a device value.
 
@@ -192,7 +225,7 @@ class SpecMaskRoute:
             common, decode_threshold=builder.reorder_batch_threshold, require_uniform=False
         )
         if not decodes:
-            return stock_build(common)
+            return self.stock(lambda: stock_build(common))
         shape = (decodes, decode_tokens)
         graph = captured.use_graph(
             shape,
@@ -206,7 +239,8 @@ class SpecMaskRoute:
         plan.update(common.seq_lens[:decodes], common.query_start_loc[: decodes + 1])
         decode = self._backend.FIDecode(wrapper=SpecMaskDecode(self, plan, block_table))
         if prefills:
-            metadata = stock_build(prefills_only(common, decodes, decode_tokens))
+            part = prefills_only(common, decodes, decode_tokens)
+            metadata = self.stock(lambda: stock_build(part))
             metadata.num_actual_tokens = common.num_actual_tokens
             metadata.slot_mapping = common.slot_mapping
             metadata.num_decodes = decodes

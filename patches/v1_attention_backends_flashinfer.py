@@ -294,7 +294,7 @@ class FlashInferSpecDecode:
                     lambda part: wrapped(common_prefix_len=0, common_attn_metadata=part),
                     builder.specpatch_captured,
                 )
-            return wrapped(*args, **kwargs)
+            return route.stock(lambda: wrapped(*args, **kwargs))
         self._thread.batch = Batch(builder)
         try:
             return wrapped(*args, **kwargs)
