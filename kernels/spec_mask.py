@@ -23,6 +23,7 @@ ones and notes it, see :meth:`Plan.check`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -91,8 +92,10 @@ class SpecMaskError(ValueError):
     """Unusable arguments; the message says what was wanted, what was found and what to do."""
 
 
-def _need(ok: bool, what: str, wanted: object, found: object, then: str) -> None:
+def _need(ok: bool, what: str, wanted: object, found: object, then: str | Callable[[], str]) -> None:
+    """Texts that take time to make are functions: a call that passes pays for no message."""
     if not ok:
+        wanted, found, then = (text() if callable(text) else text for text in (wanted, found, then))
         raise SpecMaskError(f"{what}: wanted {wanted}, found {found}; {then}")
 
 
@@ -506,35 +509,38 @@ class Plan:
         the plan's device, ``requests <= max_requests``. A request without rows (padding) may have
         any length. The lengths are copied: the tensors may change once the kernel has run.
         """
-        import torch
-
-        for name, tensor in (("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
-            _need(
-                tensor.dtype == torch.int32
-                and tensor.dim() == 1
-                and tensor.is_contiguous()
-                and tensor.device == self.device,
-                name,
-                f"a contiguous int32 vector on {self.device}",
-                f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}",
-                "pass the scheduler's device tensors",
-            )
+        self._check_lengths("seq_lens", seq_lens)
+        self._check_lengths("query_start_loc", query_start_loc)
         requests = seq_lens.shape[0]
         _need(
             1 <= requests <= self.shape["max_requests"],
             "seq_lens",
-            f"1 to {self.shape['max_requests']} requests",
+            lambda: f"1 to {self.shape['max_requests']} requests",
             requests,
             "make a plan for this batch",
         )
         _need(
             query_start_loc.shape[0] == requests + 1,
             "query_start_loc",
-            f"{requests + 1} entries",
+            lambda: f"{requests + 1} entries",
             query_start_loc.shape[0],
             "pass one offset more than requests",
         )
         self.module.ffi.plan(self.buffer, seq_lens, query_start_loc, self._shape)
+
+    def _check_lengths(self, name: str, tensor: torch.Tensor) -> None:
+        import torch
+
+        _need(
+            tensor.dtype == torch.int32
+            and tensor.dim() == 1
+            and tensor.is_contiguous()
+            and tensor.device == self.device,
+            name,
+            lambda: f"a contiguous int32 vector on {self.device}",
+            lambda: f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}",
+            "pass the scheduler's device tensors",
+        )
 
     def check(self) -> None:
         """Waits for the device and raises SpecMaskError if the last update got impossible lengths:
@@ -642,15 +648,15 @@ def run(
     _need(
         q.dim() == 3 and tuple(q.shape[1:]) == (heads, spec.head_dim) and q.dtype == dtype,
         "q",
-        f"{spec.dtype_q} [rows, {heads}, {spec.head_dim}]",
-        f"{q.dtype} {tuple(q.shape)}",
+        lambda: f"{spec.dtype_q} [rows, {heads}, {spec.head_dim}]",
+        lambda: f"{q.dtype} {tuple(q.shape)}",
         "check heads per rank and the plan's module",
     )
     rows = q.shape[0]
     _need(
         rows <= shape["max_rows"],
         "q",
-        f"at most {shape['max_rows']} rows",
+        lambda: f"at most {shape['max_rows']} rows",
         rows,
         "make a plan for this batch",
     )
@@ -658,38 +664,16 @@ def run(
         q.stride(2) == 1 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0 and q.data_ptr() % 16 == 0,
         "q",
         "16-byte aligned rows and heads",
-        f"strides {q.stride()}",
+        lambda: f"strides {q.stride()}",
         "make it contiguous",
     )
-    wanted = ("[pages, page_size, {0}, {1}]" if layout == "NHD" else "[pages, {0}, page_size, {1}]").format(
-        shape["num_kv_heads"], spec.head_dim
-    )
-    kv_dtype = getattr(torch, spec.dtype_kv)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _need(
-            cache.dim() == 4
-            and cache.shape[2 if layout == "NHD" else 1] == shape["num_kv_heads"]
-            and cache.shape[3] == spec.head_dim
-            and cache.dtype == kv_dtype,
-            name,
-            f"{spec.dtype_kv} {wanted}",
-            f"{cache.dtype} {tuple(cache.shape)}",
-            "view the cache in its layout and dtype",
-        )
-        _need(
-            cache.stride(3) == 1
-            and all(s * cache.element_size() % 16 == 0 for s in cache.stride()[:3])
-            and cache.data_ptr() % 16 == 0,
-            name,
-            "16-byte aligned tokens and heads",
-            f"strides {cache.stride()}",
-            "pass a view of the whole cache",
-        )
+    _check_cache("k_cache", k_cache, layout, plan)
+    _check_cache("v_cache", v_cache, layout, plan)
     _need(
         k_cache.stride() == v_cache.stride() and k_cache.shape == v_cache.shape,
         "v_cache",
-        f"shape and strides of k_cache, {tuple(k_cache.shape)} {k_cache.stride()}",
-        f"{tuple(v_cache.shape)} {v_cache.stride()}",
+        lambda: f"shape and strides of k_cache, {tuple(k_cache.shape)} {k_cache.stride()}",
+        lambda: f"{tuple(v_cache.shape)} {v_cache.stride()}",
         "pass the two halves of one cache",
     )
     page_size = k_cache.shape[1] if layout == "NHD" else k_cache.shape[2]
@@ -699,8 +683,8 @@ def run(
         and page_table.stride(1) == 1
         and page_table.stride(0) == shape["page_table_stride"],
         "page_table",
-        f"int32 [requests, entries] with row stride {shape['page_table_stride']}",
-        f"{page_table.dtype} {tuple(page_table.shape)} with strides {page_table.stride()}",
+        lambda: f"int32 [requests, entries] with row stride {shape['page_table_stride']}",
+        lambda: f"{page_table.dtype} {tuple(page_table.shape)} with strides {page_table.stride()}",
         "make the plan with this table's row stride",
     )
     # The kernel indexes tokens of the table, row * stride * page_size + token, in 32 bits.
@@ -714,8 +698,8 @@ def run(
     _need(
         shape["max_kv_len"] <= shape["page_table_stride"] * page_size,
         "page_table",
-        f"rows for {shape['max_kv_len']} tokens",
-        f"{shape['page_table_stride']} pages of {page_size}",
+        lambda: f"rows for {shape['max_kv_len']} tokens",
+        lambda: f"{shape['page_table_stride']} pages of {page_size}",
         "lower the plan's max_kv_len",
     )
     if mask is not None:
@@ -723,16 +707,16 @@ def run(
         _need(
             shape["max_q_len"] <= MAX_BLOCK,
             "mask",
-            f"draft blocks of at most {MAX_BLOCK} tokens",
+            lambda: f"draft blocks of at most {MAX_BLOCK} tokens",
             shape["max_q_len"],
             "drop the words",
         )
         _need(
             plan.words_mask in spec.masks,
             "mask",
-            f"causal words for requests in one query tile of {shape['tile_q']} packed rows",
-            f"up to {shape['max_q_len']} rows of {spec.group_size} heads",
-            f"load a module with masks={(*spec.masks, 'bits')}: longer requests take its kernel",
+            lambda: f"causal words for requests in one query tile of {shape['tile_q']} packed rows",
+            lambda: f"up to {shape['max_q_len']} rows of {spec.group_size} heads",
+            lambda: f"load a module with masks={(*spec.masks, 'bits')}: longer requests take its kernel",
         )
         _need(
             mask.dtype in (torch.int64, torch.uint64)
@@ -740,8 +724,8 @@ def run(
             and mask.is_contiguous()
             and mask.shape[0] >= rows,
             "mask",
-            f"contiguous int64 [{rows}]",
-            f"{mask.dtype} {tuple(mask.shape)}",
+            lambda: f"contiguous int64 [{rows}]",
+            lambda: f"{mask.dtype} {tuple(mask.shape)}",
             "pass one word per row",
         )
     else:
@@ -751,23 +735,23 @@ def run(
         "soft_cap",
         "> 0 exactly if the module has it",
         soft_cap,
-        f"load a module with soft_cap={soft_cap > 0}",
+        lambda: f"load a module with soft_cap={soft_cap > 0}",
     )
     if out is None:
         out = torch.empty(rows, heads, spec.head_dim, dtype=dtype, device=q.device)
     _need(
         out.shape == q.shape and out.dtype == dtype and out.is_contiguous(),
         "out",
-        f"contiguous {spec.dtype_q} {tuple(q.shape)}",
-        f"{out.dtype} {tuple(out.shape)}",
+        lambda: f"contiguous {spec.dtype_q} {tuple(q.shape)}",
+        lambda: f"{out.dtype} {tuple(out.shape)}",
         "pass a contiguous buffer",
     )
     if lse is not None:
         _need(
             lse.dtype == torch.float32 and tuple(lse.shape) == (rows, heads) and lse.is_contiguous(),
             "lse",
-            f"contiguous float32 ({rows}, {heads})",
-            f"{lse.dtype} {tuple(lse.shape)}",
+            lambda: f"contiguous float32 ({rows}, {heads})",
+            lambda: f"{lse.dtype} {tuple(lse.shape)}",
             "pass a contiguous buffer",
         )
     for name, tensor in (
@@ -778,13 +762,8 @@ def run(
         ("mask", mask),
         ("lse", lse),
     ):
-        _need(
-            tensor is None or tensor.device == plan.device,
-            name,
-            f"a tensor on {plan.device}",
-            tensor.device if tensor is not None else None,
-            "move it to the plan's device",
-        )
+        if tensor is not None and tensor.device != plan.device:
+            _need(False, name, f"a tensor on {plan.device}", tensor.device, "move it to the plan's device")
     k_tensor = _scale_tensor("k_scale", k_scale, plan)
     v_tensor = _scale_tensor("v_scale", v_scale, plan)
     plan.module.ffi.run(
@@ -810,6 +789,33 @@ def run(
         float(soft_cap),
     )
     return out
+
+
+def _check_cache(name: str, cache: torch.Tensor, layout: str, plan: Plan) -> None:
+    import torch
+
+    spec, kv_heads = plan.module.spec, plan.shape["num_kv_heads"]
+    form = "[pages, page_size, {0}, {1}]" if layout == "NHD" else "[pages, {0}, page_size, {1}]"
+    _need(
+        cache.dim() == 4
+        and cache.shape[2 if layout == "NHD" else 1] == kv_heads
+        and cache.shape[3] == spec.head_dim
+        and cache.dtype == getattr(torch, spec.dtype_kv),
+        name,
+        lambda: f"{spec.dtype_kv} {form.format(kv_heads, spec.head_dim)}",
+        lambda: f"{cache.dtype} {tuple(cache.shape)}",
+        "view the cache in its layout and dtype",
+    )
+    size = cache.element_size()
+    _need(
+        cache.stride(3) == 1
+        and all(stride * size % 16 == 0 for stride in cache.stride()[:3])
+        and cache.data_ptr() % 16 == 0,
+        name,
+        "16-byte aligned tokens and heads",
+        lambda: f"strides {cache.stride()}",
+        "pass a view of the whole cache",
+    )
 
 
 def _scale_tensor(name: str, scale: float | torch.Tensor, plan: Plan) -> torch.Tensor | None:
