@@ -472,6 +472,51 @@ def find_prebuilt(uri: str, folders: Iterable[Path] | None = None) -> Path | Non
     return None
 
 
+def find_covering(spec: Spec, arch: Arch, folders: Iterable[Path] | None = None) -> Path | None:
+    """A prebuilt library that has all kernels of a spec and more, or None.
+
+    One module prebuilt with more query tiles or masks than are asked for (``vllm-specpatch build`` builds all
+    tiles of up to 16 rows) then serves any smaller number of draft tokens.
+    """
+    from .spec_mask import Spec
+
+    wanted = spec.compiled()
+    version = flashinfer_version()
+    for folder in prebuilt_folders() if folders is None else folders:
+        for note in sorted(folder.glob("spec_mask_*/spec_mask_*.json")):
+            try:
+                said = json.loads(note.read_text())["spec"]
+                built = Spec(**{**said, "masks": tuple(said["masks"])})
+            except (OSError, ValueError, KeyError, TypeError):  # of another version of this package
+                continue
+            has = built.compiled()
+            more = all(set(wanted[key]) <= set(has[key]) for key in ("masks", "tiles"))  # type: ignore[call-overload]
+            same = all(wanted[key] == has[key] for key in wanted if key not in ("masks", "tiles"))
+            # The name says for which sources, FlashInfer and architecture.
+            if more and same and note.stem == module_uri(built, arch, version):
+                library = note.with_suffix(".so")
+                if is_whole(library):
+                    return library
+    return None
+
+
+def find_built(spec: Spec, arch: Arch | None = None) -> Path | None:
+    """The library that :func:`load_module` would load without compiling, or None. Imports FlashInfer."""
+    arch = arch or Arch.of_device()
+    uri = module_uri(spec, arch)
+    ahead = find_prebuilt(uri) or find_covering(spec, arch)
+    if ahead is not None:
+        return ahead
+    cached = cached_library(uri)
+    return cached if is_whole(cached) else None
+
+
+def build_seconds(spec: Spec) -> int:
+    """About how long compiling takes here: 15 s for each kernel and for the binding, on one core."""
+    units = len(spec.masks) * len(spec.tiles) + 1
+    return 15 * -(-units // (os.cpu_count() or 1))
+
+
 _loaded: dict[str, Any] = {}
 _loaded_lock = threading.Lock()
 
@@ -493,7 +538,8 @@ def load_module(spec: Spec, arch: Arch | None = None) -> Any:
 def _load_uncached(spec: Spec, arch: Arch, uri: str) -> Any:
     import tvm_ffi
 
-    return tvm_ffi.load_module(str(find_prebuilt(uri) or build(spec, arch)))
+    library = find_prebuilt(uri) or find_covering(spec, arch) or build(spec, arch)
+    return tvm_ffi.load_module(str(library))
 
 
 # --- building ahead -----------------------------------------------------------------------------

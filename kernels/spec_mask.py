@@ -95,8 +95,8 @@ class SpecMaskError(ValueError):
 def _need(ok: bool, what: str, wanted: object, found: object, then: str | Callable[[], str]) -> None:
     """Texts that take time to make are functions: a call that passes pays for no message."""
     if not ok:
-        wanted, found, then = (text() if callable(text) else text for text in (wanted, found, then))
-        raise SpecMaskError(f"{what}: wanted {wanted}, found {found}; {then}")
+        wanted, found, next_step = (text() if callable(text) else text for text in (wanted, found, then))
+        raise SpecMaskError(f"{what}: wanted {wanted}, found {found}; {next_step}")
 
 
 def tile_q(packed_rows: int, head_dim: int, tile_32: bool = False) -> int:
