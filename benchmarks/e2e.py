@@ -14,11 +14,13 @@ with torch's profiler after their timing, as 1x1024). With fp8 KV, queries stay 
 takes no fp8 queries).
 """
 
+import cProfile
 import hashlib
 import json
 import logging
 import os
 import pathlib
+import pstats
 import random
 import sys
 import time
@@ -129,10 +131,12 @@ def captured_graphs(llm) -> dict:
 
 
 class BuildTimes:
-    """Host seconds in the attention backend's ``build()``, one entry per call, while it is recording."""
+    """Host seconds in the attention backend's ``build()``, one entry per call, while it is recording; with
+    ``functions`` set, where in it they go (which slows it)."""
 
     def __init__(self, llm) -> None:
         self.recording = False
+        self.functions: cProfile.Profile | None = None
         self.seconds: list[float] = []
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
         runner = getattr(worker, "worker", worker).model_runner
@@ -142,6 +146,8 @@ class BuildTimes:
 
     def timed(self, build):
         def wrapper(*args, **kwargs):
+            if self.functions is not None:
+                return self.functions.runcall(build, *args, **kwargs)
             if not self.recording:
                 return build(*args, **kwargs)
             start = time.perf_counter()
@@ -151,6 +157,20 @@ class BuildTimes:
                 self.seconds.append(time.perf_counter() - start)
 
         return wrapper
+
+    def largest(self, number: int = 15) -> list[dict]:
+        """The functions of ``functions`` with the most time of their own, per call of ``build()``."""
+        stats = pstats.Stats(self.functions).stats.items()
+        builds = max(1, len(self.seconds))
+        ranked = sorted(stats, key=lambda item: -item[1][2])[:number]
+        return [
+            {
+                "function": f"{pathlib.Path(file).name}:{line}({name})",
+                "calls": round(calls / builds, 2),
+                "own_us": round(own / builds * 1e6, 1),
+            }
+            for (file, line, name), (_, calls, own, _, _) in ranked
+        ]
 
 
 #: Host calls that wait for the GPU.
@@ -170,6 +190,9 @@ def profile(generate, steps: int, times: BuildTimes) -> dict:
     generate(2 + steps)
     times.recording = False
     calls = sorted(times.seconds)
+    times.functions = cProfile.Profile()
+    generate(2 + steps)
+    functions, times.functions = times.largest(), None
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         generate(2 + steps)
     events = [e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
@@ -203,6 +226,7 @@ def profile(generate, steps: int, times: BuildTimes) -> dict:
         }
         if calls
         else None,
+        "build_functions": functions,
         "waits_in_second_half": {n: {"calls": len(v), "us": round(sum(v), 1)} for n, v in waits.items() if v},
         "kernels": [{"name": n, "calls": len(v), "us": round(sum(v), 1)} for n, v in largest],
     }
@@ -226,14 +250,15 @@ def main() -> None:
     init_s = time.time() - started
     times = BuildTimes(llm) if "profile" in options else None
     skip, traced = (options.get(key, "").split(",") for key in ("skip", "profile"))
-    random.seed(0)
     cells, tokens = {}, {}
     for context in contexts:
         for batch in batches:
             if f"{batch}x{context}" in skip:
                 continue
+            # The same prompts whatever other cells a run has, so that any two runs can be compared.
+            source = random.Random(f"{batch}x{context}")
             prompts = [
-                {"prompt_token_ids": [random.randrange(3, 32000) for _ in range(context)]}
+                {"prompt_token_ids": [source.randrange(3, 32000) for _ in range(context)]}
                 for _ in range(batch)
             ]
 

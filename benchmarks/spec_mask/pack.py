@@ -15,6 +15,7 @@ Copy the checkout and the folder, and there, in the root of the checkout:
 """
 
 import argparse
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -73,7 +74,17 @@ def package(name: str) -> Path:
     return Path(next(iter(importlib.util.find_spec(name).submodule_search_locations)))
 
 
-def copy_site(out: Path) -> None:
+def fetch_tvm_ffi(site: Path, python: str) -> None:
+    """The installed release of tvm_ffi for another Python: its core is compiled for one version of it, and
+    fails elsewhere with "cannot import name 'core' from partially initialized module"."""
+    version = importlib.metadata.version("apache-tvm-ffi")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--only-binary=:all:"]
+    command += ["--target", str(site), "--implementation", "cp", "--python-version", python]
+    command += [f"--platform=manylinux_2_{minor}_x86_64" for minor in range(17, 40)]
+    subprocess.run([*command, f"apache-tvm-ffi=={version}"], check=True)
+
+
+def copy_site(out: Path, python: str) -> None:
     """FlashInfer and tvm_ffi. Of FlashInfer's data the headers, whose digest is checked, and csrc, whose
     templates it fills in even for a module that is already built; not CUTLASS and CCCL."""
     site = out / "site"
@@ -82,16 +93,16 @@ def copy_site(out: Path) -> None:
     shutil.copytree(flashinfer, site / "flashinfer", ignore=shutil.ignore_patterns("__pycache__", "data"))
     for name in ("include", "csrc"):
         shutil.copytree(flashinfer / "data" / name, site / "flashinfer" / "data" / name, ignore=caches)
-    shutil.copytree(package("tvm_ffi"), site / "tvm_ffi", ignore=caches)
-    for info in flashinfer.parent.glob("*.dist-info"):
-        if info.name.startswith(("flashinfer_python-", "apache_tvm_ffi-")):
-            shutil.copytree(info, site / info.name)
+    fetch_tvm_ffi(site, python)
+    for info in flashinfer.parent.glob("flashinfer_python-*.dist-info"):
+        shutil.copytree(info, site / info.name)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", default="9.0a", help="one compute capability")
     parser.add_argument("--out", type=Path, default=Path("build/gpu"))
+    parser.add_argument("--python", default="3.12", help="Python of the machine with the GPU")
     parser.add_argument("--no-native", action="store_true", help="without FlashInfer's own modules")
     parser.add_argument("--xqa", default="", help='also XQA, for these query lengths: "1 8"')
     args = parser.parse_args()
@@ -115,7 +126,7 @@ def main() -> None:
             },
         )
         shutil.rmtree(stub, ignore_errors=True)
-    copy_site(args.out)
+    copy_site(args.out, args.python)
     script = args.out / "run.sh"
     script.write_text(RUN)
     script.chmod(0o755)
