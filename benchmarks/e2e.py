@@ -24,6 +24,7 @@ import pstats
 import random
 import sys
 import time
+import warnings
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -137,6 +138,7 @@ class BuildTimes:
     def __init__(self, llm) -> None:
         self.recording = False
         self.functions: cProfile.Profile | None = None
+        self.syncs: list[str] | None = None
         self.seconds: list[float] = []
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
         runner = getattr(worker, "worker", worker).model_runner
@@ -146,6 +148,8 @@ class BuildTimes:
 
     def timed(self, build):
         def wrapper(*args, **kwargs):
+            if self.syncs is not None:
+                return self.watched(build, *args, **kwargs)
             if self.functions is not None:
                 return self.functions.runcall(build, *args, **kwargs)
             if not self.recording:
@@ -157,6 +161,20 @@ class BuildTimes:
                 self.seconds.append(time.perf_counter() - start)
 
         return wrapper
+
+    def watched(self, build, *args, **kwargs):
+        """build() under torch's own watch for operations that wait for the GPU (FlashInfer's C++ is not seen)."""
+        import torch
+
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                return build(*args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+            self.syncs += [str(w.message)[:80] for w in caught if "synchroniz" in str(w.message)]
 
     def largest(self, number: int = 15) -> list[dict]:
         """The functions of ``functions`` with the most time of their own, per call of ``build()``."""
@@ -193,6 +211,9 @@ def profile(generate, steps: int, times: BuildTimes) -> dict:
     times.functions = cProfile.Profile()
     generate(2 + steps)
     functions, times.functions = times.largest(), None
+    times.syncs = []
+    generate(2 + steps)
+    syncs, times.syncs = times.syncs, None
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         generate(2 + steps)
     events = [e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
@@ -227,6 +248,8 @@ def profile(generate, steps: int, times: BuildTimes) -> dict:
         if calls
         else None,
         "build_functions": functions,
+        # The prefill's builds may wait; a steady step's should not.
+        "torch_syncs_in_builds": {"calls": len(calls), "waits": len(syncs)},
         "waits_in_second_half": {n: {"calls": len(v), "us": round(sum(v), 1)} for n, v in waits.items() if v},
         "kernels": [{"name": n, "calls": len(v), "us": round(sum(v), 1)} for n, v in largest],
     }
