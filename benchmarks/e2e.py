@@ -304,7 +304,7 @@ def main() -> None:
             tokens[cell] = ids
             if f"{batch}x{context}" in traced:
                 later.append((cell, generate))
-    # After all timings: a process that torch's profiler was once in launches graphs more slowly (stock, batch 1
+    # After all timings: where torch's profiler has been, graphs are launched more slowly (stock, batch 1
     # at 8192, right after a trace: 24 ms a step instead of 13).
     times = BuildTimes(llm) if later else None
     for cell, generate in later:
