@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from .spec_mask import Spec
 
@@ -414,8 +414,10 @@ def _compile_error(library: Path, spec: Spec, error: Exception) -> BuildError:
     )
 
 
-def build(spec: Spec, arch: Arch) -> Path:
+def build(spec: Spec, arch: Arch, before_build: Callable[[str], None] | None = None) -> Path:
     """The library of a module in FlashInfer's JIT cache, built if need be. Idempotent.
+
+    ``before_build`` is called with one line for the user when this process is about to compile.
 
     Runs under FlashInfer's lock for this module, so that concurrent processes build once. What an
     interrupted build left is completed if possible, else started over. Needs a compiler only if
@@ -438,6 +440,11 @@ def build(spec: Spec, arch: Arch) -> Path:
         # Ninja would take a half-written library for a finished one.
         library.unlink(missing_ok=True)
         leftovers = any(library.parent.glob("*.o"))
+        if before_build is not None:
+            before_build(
+                f"building spec-mask module for sm_{arch.sm} ({spec.describe()}): "
+                f"about {build_seconds(spec)} s, cached afterwards"
+            )
         try:
             jit.build()
         except RuntimeError as error:
@@ -521,8 +528,11 @@ _loaded: dict[str, Any] = {}
 _loaded_lock = threading.Lock()
 
 
-def load_module(spec: Spec, arch: Arch | None = None) -> Any:
-    """The loaded module (tvm_ffi) of a spec for the current device; built if need be.
+def load_module(
+    spec: Spec, arch: Arch | None = None, before_build: Callable[[str], None] | None = None
+) -> Any:
+    """The loaded module (tvm_ffi) of a spec for the current device; built if need be, which
+    ``before_build`` hears of first.
 
     Raises BuildError when there is neither a prebuilt module nor a compiler, when FlashInfer is
     not a supported version, and when compilation fails (with the compiler's output).
@@ -531,14 +541,14 @@ def load_module(spec: Spec, arch: Arch | None = None) -> Any:
     uri = module_uri(spec, arch)
     with _loaded_lock:
         if uri not in _loaded:
-            _loaded[uri] = _load_uncached(spec, arch, uri)
+            _loaded[uri] = _load_uncached(spec, arch, uri, before_build)
         return _loaded[uri]
 
 
-def _load_uncached(spec: Spec, arch: Arch, uri: str) -> Any:
+def _load_uncached(spec: Spec, arch: Arch, uri: str, before_build: Callable[[str], None] | None) -> Any:
     import tvm_ffi
 
-    library = find_prebuilt(uri) or find_covering(spec, arch) or build(spec, arch)
+    library = find_prebuilt(uri) or find_covering(spec, arch) or build(spec, arch, before_build)
     return tvm_ffi.load_module(str(library))
 
 

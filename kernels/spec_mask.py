@@ -252,14 +252,15 @@ class Module:
         return dict(zip(names, self.ffi.info(_MASK_MODES[mask], tile), strict=True))
 
 
-def load(spec: Spec) -> Module:
-    """The module of a spec for the current CUDA device: prebuilt, cached or compiled now.
+def load(spec: Spec, before_build: Callable[[str], None] | None = None) -> Module:
+    """The module of a spec for the current CUDA device: prebuilt, cached or compiled now, which
+    ``before_build`` is told first, in one line for the user.
 
     Raises :class:`~vllm_specpatch.kernels.build.BuildError`. Loading twice is free.
     """
     from . import build
 
-    return Module(spec, build.load_module(spec))
+    return Module(spec, build.load_module(spec, before_build=before_build))
 
 
 # --- mask words ---------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """The series: what is patched, in order. Importing this imports no patch and no vLLM.
 
 One file per patched vLLM module, named after it. ``decision.py`` is pure; ``routes.py`` chooses who serves
-a multi-token decode batch; ``native.py`` is the first route.
+a multi-token decode batch, ``spec_mask_route.py`` and ``native.py`` are those who can; ``seams.py`` has what
+differs between vLLM releases, ``digests.py`` the sources that were read. ``diffs/`` is for those who build
+vLLM from source.
 """
 
 if __name__ == "patches":

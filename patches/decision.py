@@ -11,6 +11,10 @@ from dataclasses import dataclass
 
 from ..patch import Finding, State
 
+#: The settings of VLLM_SPECPATCH_ROUTE with which vLLM 0.33's own multi-token decode below sm_90 (host plan,
+#: after waiting for the GPU) gives way to ours. "auto" belongs here once it was measured to be as fast.
+REPLACE_UPSTREAM_NATIVE = ("spec_mask",)
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -20,11 +24,20 @@ class Facts:
     num_speculative_tokens: int  # k; 0 without speculative decoding
     full_decode_graphs: bool  # the requested cudagraph_mode has FULL graphs for decode
     cudagraph_mode: str
-    trtllm_api_decode: bool  # vLLM would decode through trtllm-gen (sm_10x) or XQA (sm_90)
+    trtllm_api_decode: bool  # vLLM decodes this group through trtllm-gen (sm_10x) or XQA (sm_90, sm_12x)
+    trtllm_api_multi_token: bool = False  # and this release of it verifies drafts that way too
+    upstream_native: bool = False  # vLLM itself verifies on FlashInfer's FA2 kernels (0.33, below sm_90)
+    route: str = "auto"  # VLLM_SPECPATCH_ROUTE
     decode_context_parallel_size: int = 1
     non_causal: bool = False
     batch_invariant: bool = False
+    sinks: bool = False  # a layer has attention sinks
     kv_cache_dtype: str = "auto"
+
+    @property
+    def replaces_upstream_native(self) -> bool:
+        """Whether a route that plans on the device takes over from vLLM's own multi-token decode."""
+        return self.upstream_native and self.route in REPLACE_UPSTREAM_NATIVE
 
 
 @dataclass(frozen=True)
@@ -54,9 +67,16 @@ def why_stock(facts: Facts) -> Finding | None:
     if facts.capability is None:
         return _stock(State.REFUSED, "no CUDA device", "a GPU of capability 8.0 or later", "none")
     major, minor = facts.capability
-    if facts.trtllm_api_decode and major == 10:
-        return _stock(State.NOT_NEEDED, "vLLM serves multi-token decodes through trtllm-gen here")
-    if facts.trtllm_api_decode:
+    # Neither trtllm-gen nor FlashInfer's FA2 takes several non-causal tokens, and nothing takes DCP.
+    causal, sharded = not facts.non_causal, facts.decode_context_parallel_size > 1
+    if facts.trtllm_api_decode and facts.trtllm_api_multi_token and not sharded and (causal or major != 10):
+        kernels = "trtllm-gen" if major == 10 else "XQA"
+        return _stock(State.NOT_NEEDED, f"vLLM serves multi-token decodes through {kernels} here")
+    if facts.upstream_native and not facts.replaces_upstream_native and not sharded and causal:
+        return _stock(
+            State.NOT_NEEDED, "vLLM serves multi-token decodes through FlashInfer's FA2 kernels here"
+        )
+    if facts.trtllm_api_decode and not facts.trtllm_api_multi_token:
         return _stock(
             State.REFUSED,
             "vLLM decodes through XQA here, which this release of it wires for one token only",
@@ -88,8 +108,15 @@ def why_stock(facts: Facts) -> Finding | None:
             "VLLM_BATCH_INVARIANT=0",
             "1",
         )
-    if facts.kv_cache_dtype == "nvfp4":
+    if facts.sinks:
         return _stock(
-            State.REFUSED, "the NVFP4 KV cache belongs to trtllm-gen", "another kv_cache_dtype", "nvfp4"
+            State.REFUSED, "the native kernels have no attention sinks", "a model without sinks", "sinks"
+        )
+    if facts.kv_cache_dtype.startswith("nvfp4"):
+        return _stock(
+            State.REFUSED,
+            "no route reads an NVFP4 KV cache",
+            "another kv_cache_dtype",
+            facts.kv_cache_dtype,
         )
     return None

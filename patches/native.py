@@ -13,6 +13,8 @@ from packaging.version import InvalidVersion, Version
 
 from .. import gate
 from ..patch import Finding, State
+from . import seams
+from .digests import FLASHINFER_DECODE_DIGESTS
 
 FIRST_FLASHINFER = "0.6.16"
 #: Plans and page-locked staging are allocated in steps of this many bytes.
@@ -40,11 +42,13 @@ class NativeRoute:
     @classmethod
     def why_not(cls) -> Finding | None:
         found = gate.installed_version("flashinfer-python") or "nothing"
+        # By version: 0.6.13 and 0.6.14 accept q_len_per_req and ignore it on FA2.
         try:
-            if Version(found) >= Version(FIRST_FLASHINFER):
-                return None
+            known = Version(found) >= Version(FIRST_FLASHINFER)
         except InvalidVersion:
-            pass
+            known = False
+        if known:
+            return gate.check_sources(FLASHINFER_DECODE_DIGESTS)
         return Finding(
             State.REFUSED,
             "FlashInfer's decode wrapper is silently wrong for more than one query token per request",
@@ -52,6 +56,10 @@ class NativeRoute:
             found=found,
             next_step="use the FlashInfer that this vLLM pins, if that is newer",
         )
+
+    @classmethod
+    def prepare(cls, vllm_config: Any, flashinfer_backend: Any, max_q_len: int) -> Finding | None:
+        return None  # wrappers of FlashInfer's own prefill module, which vLLM itself needs
 
     def decode_wrapper(self, num_requests: int, q_len: int, graph: bool) -> Any:
         if not graph:
@@ -66,7 +74,7 @@ class NativeRoute:
             wrapper = self._graph_wrappers[shape] = self._make_wrapper(
                 use_cuda_graph=True,
                 paged_kv_indptr_buffer=builder.paged_kv_indptr.gpu[: num_requests + 1],
-                paged_kv_indices_buffer=builder.paged_kv_indices.gpu,
+                paged_kv_indices_buffer=seams.page_indices(builder),
                 paged_kv_last_page_len_buffer=builder.paged_kv_last_page_len.gpu[:num_requests],
             )
             wrapper.specpatch_shape = shape
@@ -75,7 +83,7 @@ class NativeRoute:
     def _make_wrapper(self, **graph_buffers: Any) -> Any:
         wrapper = self._backend.BatchDecodeWithPagedKVCacheWrapper(
             self._builder._get_workspace_buffer(),
-            self._backend.get_kv_cache_layout(),
+            seams.kv_cache_layout(self._builder, self._backend),
             use_tensor_cores=True,
             # "auto" resolves to fa3 for some dtypes on sm_90, and fa3 has no multi-token decode.
             backend="fa2",
@@ -91,7 +99,10 @@ class NativeRoute:
         arguments["indptr"] = arguments.pop("indptr_cpu")[: num_requests + 1]
         arguments["last_page_len"] = arguments.pop("last_page_len_cpu")[:num_requests]
         arguments["q_len_per_req"] = q_len
+        if "seq_lens_cpu" in arguments:  # from vLLM 0.30: staged in page-locked memory
+            arguments["seq_lens"] = arguments.pop("seq_lens_cpu")[:num_requests]
         if wrapper.is_cuda_graph_enabled and wrapper.specpatch_planned:
+            arguments.pop("seq_lens", None)  # derived from the others
             del arguments["o_data_type"]  # frozen by the first plan
             self._backend.fast_decode_plan(wrapper, **arguments)
             return

@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import tempfile
+import types
 from typing import Any
 
 from . import simulated_gpu
@@ -105,6 +106,33 @@ def simulated_device(simulated: bool) -> Any:
         yield
 
 
+def assume_spec_mask_module() -> None:
+    """Nothing is compiled for a simulated GPU, or loaded on it: the answer holds where the module can be had.
+
+    Where it cannot, route ``native`` serves with the same graphs; before FlashInfer 0.6.16 vLLM stays stock.
+    """
+    from ..kernels import spec_mask
+    from . import spec_mask_route
+
+    class PlanOfNothing:
+        """What a builder keeps of a plan; nothing is planned here."""
+
+        def __init__(self, *_: Any, **_shape: Any) -> None:
+            import torch
+
+            self.partial_o = self.partial_lse = torch.empty(0)
+
+    def load(spec: spec_mask.Spec, **_: Any) -> Any:
+        return types.SimpleNamespace(spec=spec)
+
+    for owner, name, stand_in in (
+        (spec_mask, "load", load),
+        (spec_mask, "Plan", PlanOfNothing),
+        (spec_mask_route, "module_is_within_reach", lambda: True),
+    ):
+        setattr(owner, name, stand_in)
+
+
 def make_builder(config: Any, kv_cache_dtype: str, device: str) -> tuple[Any, Any]:
     """(kv_cache_spec, metadata builder) of a group of one attention layer. Needs the current vLLM config."""
     import torch
@@ -153,6 +181,7 @@ def probe(options: dict[str, Any]) -> dict[str, Any]:
     simulated = options["gpu"] is not None
     if simulated:
         simulated_gpu.install(*simulated_gpu.parse_capability(options["gpu"]), cubins=options["cubins"])
+        assume_spec_mask_module()
     import flashinfer
     import vllm
     import vllm.v1.attention.backends.flashinfer as backend

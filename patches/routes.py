@@ -29,6 +29,11 @@ class Route(Protocol):
     def why_not(cls) -> Finding | None:
         """None if this route can serve on this machine; otherwise why not. No side effects."""
 
+    @classmethod
+    def prepare(cls, vllm_config: Any, flashinfer_backend: Any, max_q_len: int) -> Finding | None:
+        """Makes ready what the builders of a model will need, before graphs are promised for it. None, or why
+        this route cannot serve some layer of it. ``max_q_len``: rows of the longest decode."""
+
     def __init__(self, builder: Any, flashinfer_backend: Any) -> None:
         """``builder``: the ``FlashInferMetadataBuilder``, its threshold set; ``flashinfer_backend``: its
         vLLM module. Raises :class:`.routes_base.RouteUnavailable`."""
@@ -36,9 +41,8 @@ class Route(Protocol):
 
 ROUTES: dict[str, type[Route]] = {"spec_mask": SpecMaskRoute, "native": NativeRoute}
 
-#: What ``auto`` tries, best first. ``spec_mask`` is served by name until its end-to-end run on a GPU is in
-#: benchmarks/results.
-AUTO = ("native",)
+#: What ``auto`` tries, best first.
+AUTO = ("spec_mask", "native")
 
 
 def candidates(wanted: str) -> list[type[Route]] | Finding:

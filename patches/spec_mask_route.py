@@ -10,18 +10,24 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from typing import Any
 
 from ..kernels import build as kernel_build
 from ..kernels import spec_mask
 from ..patch import Finding, State
+from . import seams
 from .routes_base import CapturedShapes, RouteUnavailable
 
-#: What this file sets on the metadata of a decode batch; other fields would be left at a default unseen.
+log = logging.getLogger("vllm.specpatch")
+#: vLLM's names of caches that do not have the model's dtype.
+KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+#: What this file can set on the metadata of a decode batch. A release has some of these; a field that is not
+#: among them would be left at a default unseen.
 METADATA_FIELDS = {
+    "kv_cache_layout",
     "num_actual_tokens",
     "slot_mapping",
+    "q_data_type",
     "q_data_type_prefill",
     "q_data_type_decode",
     "num_decodes",
@@ -46,7 +52,7 @@ class SpecMaskDecode:
     def __init__(self, route: SpecMaskRoute, plan: spec_mask.Plan, block_table: Any) -> None:
         self.plan = plan
         self.block_table = block_table
-        self._layout = route.layout
+        self._layout = route.layout()
         # FlashInferImpl.forward asserts that these equal the layer's.
         self._window_left = route.window_left
         self._logits_soft_cap = route.soft_cap
@@ -55,21 +61,28 @@ class SpecMaskDecode:
     def run(
         self,
         q: Any,
-        kv_cache: tuple[Any, Any],
+        kv_cache: Any,
         *,
         q_scale: float | None = None,
         k_scale: float | None = None,
         v_scale: float | None = None,
         out: Any = None,
         kv_cache_sf: Any = None,
+        sinks: Any = None,
     ) -> Any:
         """As ``BatchDecodeWithPagedKVCacheWrapper.run`` is called by vLLM. ``q`` ``[rows, heads, head_dim]``,
-        caches as views in vLLM's layout; writes ``out``. Scales multiply as FlashInfer's do."""
+        caches as views in vLLM's layout; writes ``out``. Scales multiply as FlashInfer's do. Raises
+        ``SpecMaskError`` for sinks: a model with any is left to vLLM (decision.py), this is the last line."""
+        if sinks is not None:
+            raise spec_mask.SpecMaskError(
+                "sinks: wanted none, found attention sinks; set VLLM_SPECPATCH=0 for this model"
+            )
+        key_cache, value_cache = seams.key_and_value(kv_cache)
         return spec_mask.run(
             self.plan,
             q,
-            kv_cache[0],
-            kv_cache[1],
+            key_cache,
+            value_cache,
             self.block_table,
             out=out,
             sm_scale=self._sm_scale * (1.0 if q_scale is None else q_scale),
@@ -117,25 +130,27 @@ class SpecMaskRoute:
     def __init__(self, builder: Any, flashinfer_backend: Any) -> None:
         self._builder = builder
         self._backend = flashinfer_backend
-        self.layout = flashinfer_backend.get_kv_cache_layout()
         self.window_left = builder.window_left
         self.soft_cap = builder.logits_soft_cap or 0.0
         self.sm_scale = builder.sm_scale
-        known = {field.name for field in dataclasses.fields(flashinfer_backend.FlashInferMetadata)}
-        if known != METADATA_FIELDS:
+        self._fields = {field.name for field in dataclasses.fields(flashinfer_backend.FlashInferMetadata)}
+        if not self._fields <= METADATA_FIELDS:
             raise RouteUnavailable(
                 Finding(
                     State.REFUSED,
                     "FlashInferMetadata has other fields than this package fills",
                     wanted=", ".join(sorted(METADATA_FIELDS)),
-                    found=", ".join(sorted(known)),
+                    found=", ".join(sorted(self._fields)),
                 )
             )
-        self._module = self._load()
+        spec = self._spec()
+        self._module = load(spec)
         self._plans: dict[tuple[int, int], spec_mask.Plan] = {}
         self._eager_plan: spec_mask.Plan | None = None
-        self._workspace: tuple[Any, Any] | None = None
+        self._workspace = self._reserve()
         self._staging = Staging(builder.device)
+        mib = sum(t.numel() * t.element_size() for t in self._workspace) / 2**20
+        log.info("spec-mask route ready (%s), workspace %.1f MiB", spec.describe(), mib)
 
     @classmethod
     def why_not(cls) -> Finding | None:
@@ -143,28 +158,73 @@ class SpecMaskRoute:
             kernel_build.check_flashinfer()
         except kernel_build.BuildError as e:
             return Finding(State.REFUSED, str(e))
+        if not module_is_within_reach():
+            return Finding(
+                State.REFUSED,
+                "the spec-mask module is not built and cannot be built here",
+                wanted="nvcc, or a folder of prebuilt modules",
+                found="neither",
+                next_step="run `vllm-specpatch build` where nvcc is, and set VLLM_SPECPATCH_KERNELS",
+            )
         return None
 
-    def _load(self) -> spec_mask.Module:
-        builder = self._builder
-        try:
-            spec = spec_mask.Spec(
-                head_dim=builder.head_dim,
-                group_size=builder.num_qo_heads // builder.num_kv_heads,
-                dtype_q=_name(builder.model_config.dtype),
-                dtype_kv=_name(builder.kv_cache_dtype),
-                window=self.window_left >= 0,
-                soft_cap=self.soft_cap > 0,
-                max_q_len=builder.reorder_batch_threshold,
+    @classmethod
+    def prepare(cls, vllm_config: Any, flashinfer_backend: Any, max_q_len: int) -> Finding | None:
+        """Loads, and if need be compiles, the modules of all layers of the model on this backend."""
+        requests = vllm_config.scheduler_config.max_num_seqs
+        if requests > spec_mask.MAX_REQUESTS:
+            return Finding(
+                State.REFUSED,
+                "more requests at a time than the planner takes",
+                wanted=f"max_num_seqs up to {spec_mask.MAX_REQUESTS}",
+                found=str(requests),
+                next_step="lower --max-num-seqs",
             )
-            log = logging.getLogger("vllm.specpatch")
-            log.info("loading the spec-mask module (%s): compiled on first use, then cached", spec.describe())
-            start = time.perf_counter()
-            module = spec_mask.load(spec)
-            log.info("spec-mask module ready after %.1f s", time.perf_counter() - start)
-            return module
-        except (kernel_build.BuildError, spec_mask.SpecMaskError) as e:
+        try:
+            for spec in layer_specs(vllm_config, flashinfer_backend, max_q_len):
+                load(spec)
+        except RouteUnavailable as e:
+            return e.finding
+        return None
+
+    def _spec(self) -> spec_mask.Spec:
+        builder = self._builder
+        return make_spec(
+            head_dim=builder.head_dim,
+            group_size=builder.num_qo_heads // builder.num_kv_heads,
+            dtype_q=_name(builder.model_config.dtype),
+            dtype_kv=_name(builder.kv_cache_dtype),
+            window=self.window_left >= 0,
+            soft_cap=self.soft_cap > 0,
+            max_q_len=builder.reorder_batch_threshold,
+        )
+
+    def _reserve(self) -> tuple[Any, Any]:
+        """The partial outputs of the largest batch that is not captured. Owned by this route from its start:
+        nothing of this size may be allocated while requests are served."""
+        builder = self._builder
+        requests, q_len = self._largest_batch()
+        longest = builder.model_config.max_model_len + q_len
+        try:
+            plan = spec_mask.Plan(
+                self._module,
+                num_kv_heads=builder.num_kv_heads,
+                max_requests=requests,
+                max_rows=requests * q_len,
+                max_q_len=q_len,
+                max_kv_len=longest,
+                page_table_stride=-(-longest // builder.page_size),
+                window_left=self.window_left,
+                device=builder.device,
+            )
+        except spec_mask.SpecMaskError as e:  # more requests than the planner takes
             raise RouteUnavailable(Finding(State.REFUSED, str(e))) from e
+        return plan.partial_o, plan.partial_lse
+
+    def _largest_batch(self) -> tuple[int, int]:
+        """(requests, rows of each)"""
+        builder = self._builder
+        return builder.vllm_config.scheduler_config.max_num_seqs, builder.reorder_batch_threshold
 
     # -- plans -------------------------------------------------------------------------------------
 
@@ -184,11 +244,10 @@ class SpecMaskRoute:
         )
         # One plan is live at a time, so all share the partial outputs of the largest: a workspace for
         # every captured shape would be over a GiB. A graph keeps the one that it was captured with.
-        shared = self._workspace
-        if shared is None or shared[0].shape[0] < plan.partial_o.shape[0]:
+        if self._workspace[0].shape[0] < plan.partial_o.shape[0]:
             self._workspace = (plan.partial_o, plan.partial_lse)
         else:
-            plan.partial_o, plan.partial_lse = shared
+            plan.partial_o, plan.partial_lse = self._workspace
         return plan
 
     def plan_for(self, requests: int, tokens: int, block_table: Any, graph: bool) -> spec_mask.Plan:
@@ -201,10 +260,8 @@ class SpecMaskRoute:
                 self._plans[requests, tokens] = plan
             return plan
         if self._eager_plan is None:
-            builder = self._builder
-            most = builder.vllm_config.scheduler_config.max_num_seqs
-            q_len = builder.reorder_batch_threshold
-            self._eager_plan = self._make_plan(most, most * q_len, q_len, block_table)
+            requests, q_len = self._largest_batch()
+            self._eager_plan = self._make_plan(requests, requests * q_len, q_len, block_table)
         return self._eager_plan
 
     # -- metadata ----------------------------------------------------------------------------------
@@ -247,21 +304,76 @@ class SpecMaskRoute:
             metadata.num_decode_tokens = decode_tokens
             metadata.decode = decode
             return metadata
-        return self._backend.FlashInferMetadata(
-            num_actual_tokens=common.num_actual_tokens,
-            slot_mapping=common.slot_mapping,
-            q_data_type_prefill=builder.q_data_type_prefill,
-            q_data_type_decode=builder.q_data_type_decode,
-            num_decodes=decodes,
-            num_decode_tokens=decode_tokens,
-            num_prefills=0,
-            num_prefill_tokens=prefill_tokens,
-            causal=True,
-            prefill=None,
-            decode=decode,
-            use_cascade=False,
-            cascade_wrapper=None,
+        values = {
+            "kv_cache_layout": getattr(builder, "kv_cache_layout", None),
+            "num_actual_tokens": common.num_actual_tokens,
+            "slot_mapping": common.slot_mapping,
+            **seams.query_dtypes(builder),
+            "num_decodes": decodes,
+            "num_decode_tokens": decode_tokens,
+            "num_prefills": 0,
+            "num_prefill_tokens": prefill_tokens,
+            "causal": True,
+            "prefill": None,
+            "decode": decode,
+            "use_cascade": False,
+            "cascade_wrapper": None,
+        }
+        return self._backend.FlashInferMetadata(**{name: values[name] for name in self._fields})
+
+    def layout(self) -> str:
+        """``NHD`` or ``HND``, of the KV cache (laid out after the builders were made)."""
+        return seams.kv_cache_layout(self._builder, self._backend)
+
+
+def make_spec(**fields: Any) -> spec_mask.Spec:
+    """A spec, or :class:`.routes_base.RouteUnavailable` for what the kernels do not do."""
+    try:
+        return spec_mask.Spec(**fields)
+    except spec_mask.SpecMaskError as e:
+        raise RouteUnavailable(Finding(State.REFUSED, str(e))) from e
+
+
+def load(spec: spec_mask.Spec) -> spec_mask.Module:
+    """The module of a spec, compiled if need be. Raises :class:`.routes_base.RouteUnavailable`."""
+    try:
+        return spec_mask.load(spec, before_build=log.info)
+    except kernel_build.BuildError as e:
+        raise RouteUnavailable(Finding(State.REFUSED, str(e))) from e
+
+
+def layer_specs(vllm_config: Any, flashinfer_backend: Any, max_q_len: int) -> list[spec_mask.Spec]:
+    """What the layers of a model on this backend need, target's and drafter's, each spec once."""
+    dtype = _name(vllm_config.model_config.dtype)
+    specs: dict[spec_mask.Spec, None] = {}
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        impl = getattr(layer, "impl", None)
+        if not isinstance(impl, flashinfer_backend.FlashInferImpl):
+            continue
+        window = getattr(impl, "sliding_window", None)
+        spec = make_spec(
+            head_dim=impl.head_size,
+            group_size=impl.num_heads // impl.num_kv_heads,
+            dtype_q=dtype,
+            dtype_kv=KV_DTYPES.get(impl.kv_cache_dtype, dtype),
+            window=window is not None and window[0] >= 0,
+            soft_cap=bool(impl.logits_soft_cap),
+            max_q_len=max_q_len,
         )
+        specs[spec] = None
+    return list(specs)
+
+
+def module_is_within_reach() -> bool:
+    """Whether any module can be had: a compiler, or one that is built. Not yet that it fits.
+
+    Asked before graphs are promised: with a FlashInfer that leaves no other route, the V1 runner could not go
+    back to stock when a builder then finds nothing to load.
+    """
+    if kernel_build.find_nvcc() is not None:
+        return True
+    folders = [*kernel_build.prebuilt_folders(), kernel_build.cached_library("any").parents[1]]
+    return any(folder.is_dir() and any(folder.glob("spec_mask_*/*.so")) for folder in folders)
 
 
 def prefills_only(common: Any, decodes: int, decode_tokens: int) -> Any:
@@ -272,12 +384,14 @@ def prefills_only(common: Any, decodes: int, decode_tokens: int) -> Any:
     prefilling has exact lengths on the device only; then vLLM's own copy, and its wait, is left in place.
     """
     bound = common.seq_lens_cpu_upper_bound
-    exact = common._seq_lens_cpu
+    exact = seams.host_lengths(common)
     rows = slice(decodes, common.num_reqs)
     prefilling = common.is_prefilling
     if exact is None and bound is not None and prefilling is not None and bool(prefilling[rows].all()):
         exact = bound
-    return common.replace(
+    return seams.with_host_lengths(
+        common,
+        None if exact is None else exact[rows],
         query_start_loc=common.query_start_loc[decodes:] - decode_tokens,
         query_start_loc_cpu=common.query_start_loc_cpu[decodes:] - decode_tokens,
         seq_lens=common.seq_lens[rows],
@@ -287,9 +401,6 @@ def prefills_only(common: Any, decodes: int, decode_tokens: int) -> Any:
         slot_mapping=common.slot_mapping[decode_tokens:],
         is_prefilling=None if common.is_prefilling is None else common.is_prefilling[rows],
         seq_lens_cpu_upper_bound=None if bound is None else bound[rows],
-        _seq_lens_cpu=None if exact is None else exact[rows],
-        _num_computed_tokens_cpu=None,
-        _num_computed_tokens_cache=None,
     )
 
 

@@ -5,10 +5,11 @@ Target
     .build, .build_for_cudagraph_capture, ._get_decode_wrapper, ._compute_flashinfer_kv_metadata;
     fast_plan_decode; split_decodes_and_prefills (the name in that module only).
 Why
-    Where trtllm-gen does not run (sm_8x, sm_90, sm_12x, or no cubins), the gate answers
-    UNIFORM_SINGLE_TOKEN_DECODE and the reorder threshold stays 1: a verify request (1 + k tokens) becomes a
-    prefill, the mode drops to PIECEWISE and the drafter's k - 1 steps run eagerly. Measured on one H200
-    (8 layers, EAGLE, k = 7, context 1024, batch 1): 16.9 ms a step against 4.0 ms for FLASH_ATTN.
+    Where vLLM does not decode several tokens a request through trtllm-gen or XQA (sm_8x before 0.33, sm_12x
+    before 0.28, sm_90 before 0.30, or no cubins), the gate answers UNIFORM_SINGLE_TOKEN_DECODE and the
+    reorder threshold stays 1: a verify request (1 + k tokens) becomes a prefill, the mode drops to PIECEWISE
+    and the drafter's k - 1 steps run eagerly. Measured on one H200 (8 layers, EAGLE, k = 7, context 1024,
+    batch 1): 16.9 ms a step against 4.0 ms for FLASH_ATTN.
 How
     The gate and the threshold follow one decision per configuration. Multi-token decodes get a wrapper
     keyed by (requests, q_len) from a route, planned by requests; rows that only pad a captured batch are
@@ -36,9 +37,9 @@ from typing import Any
 from .. import gate
 from ..errors import Refused, SpecPatchError
 from ..patch import Context, Edit, Finding, Patch, State
-from . import routes
+from . import routes, seams
 from .decision import Decision, Facts, why_stock
-from .digests import FLASHINFER_BACKEND_DIGESTS
+from .digests import VLLM_DIGESTS
 from .routes_base import CapturedShapes
 
 BUILDER = "FlashInferMetadataBuilder"
@@ -90,9 +91,10 @@ class FlashInferSpecDecode:
         self.module = module
         self.context = context
         self.builder_class = getattr(module, BUILDER)
-        self._commitments: dict[int, Commitment] = {}
+        self._commitments: dict[tuple[int, bool], Commitment] = {}
         self._lock = threading.RLock()
         self._thread = threading.local()
+        self._release = seams.release(gate.installed_version("vllm"))
         self._signatures = {
             name: inspect.signature(function)
             for name, function in (
@@ -109,26 +111,49 @@ class FlashInferSpecDecode:
 
     # -- the decision ----------------------------------------------------------------------------
 
-    def commitment(self, vllm_config: Any) -> Commitment:
-        """The one commitment of a configuration; made, and said in the log, when first asked for."""
+    def commitment(self, vllm_config: Any, kv_cache_spec: Any) -> Commitment:
+        """The commitment of a configuration; made, and said in the log, when first asked for.
+
+        One for all groups of a model, except that groups whose head size XQA does not take have their own.
+        """
         with self._lock:
-            key = id(vllm_config)
+            key = self._key(vllm_config, kv_cache_spec)
             found = self._commitments.get(key)
             if found is None:
-                found = self._commitments[key] = self._decide(vllm_config)
-                # ids are reused: a new configuration must not inherit an old decision.
-                weakref.finalize(vllm_config, self._commitments.pop, key, None)
+                found = self._decide(vllm_config, xqa=key[1])
+                self._keep(vllm_config, key, found)
                 self._say(found)
             return found
 
-    def _decide(self, vllm_config: Any) -> Commitment:
-        facts = self._facts(vllm_config)
+    def _keep(self, vllm_config: Any, key: tuple[int, bool], commitment: Commitment) -> None:
+        self._commitments[key] = commitment
+        # ids are reused: a new configuration must not inherit an old decision.
+        weakref.finalize(vllm_config, self._commitments.pop, key, None)
+
+    def _key(self, vllm_config: Any, kv_cache_spec: Any) -> tuple[int, bool]:
+        head_dims = [spec.head_size for spec in self._attention_specs(kv_cache_spec)]
+        return id(vllm_config), seams.xqa_takes(head_dims, self._capability() or (0, 0), self._release)
+
+    def _decide(self, vllm_config: Any, xqa: bool) -> Commitment:
+        facts = self._facts(vllm_config, xqa)
         finding = why_stock(facts)
         if finding is not None:
             return self._decide_plain_decode(facts, finding)
         candidates = routes.candidates(self.context.settings.route)
         if isinstance(candidates, Finding):
             return Commitment(Decision(False, candidates), [])
+        if facts.upstream_native:
+            candidates = [route for route in candidates if route.builds]  # the rest is what vLLM does anyway
+            if not candidates:
+                finding = Finding(
+                    State.NOT_NEEDED, "vLLM serves multi-token decodes as well as this package can"
+                )
+                return Commitment(Decision(False, finding), [])
+        # The last candidate has nobody behind it. The V1 runner asks for a promise before any builder exists,
+        # so what could fail in a builder (a module that does not compile) must have happened by then.
+        failure = candidates[-1].prepare(vllm_config, self.module, seams.max_decode_rows(vllm_config))
+        if failure is not None:
+            return Commitment(Decision(False, failure), [])
         applied = Finding(State.APPLIED, "FULL CUDA graphs for FlashInfer speculative decoding")
         return Commitment(Decision(True, applied, candidates[0].name), candidates)
 
@@ -145,27 +170,38 @@ class FlashInferSpecDecode:
         applied = Finding(State.APPLIED, "decode batches are planned on the GPU, without speculation")
         return Commitment(Decision(False, applied, planners[0].name), planners)
 
-    def _facts(self, vllm_config: Any) -> Facts:
+    @staticmethod
+    def _capability() -> tuple[int, int] | None:
+        from vllm.platforms import current_platform
+
+        capability = current_platform.get_device_capability()
+        return None if capability is None else (capability.major, capability.minor)
+
+    def _facts(self, vllm_config: Any, xqa: bool) -> Facts:
         from vllm import envs
         from vllm.config import CUDAGraphMode
-        from vllm.platforms import current_platform
-        from vllm.utils.flashinfer import supports_trtllm_attention
 
         speculative = vllm_config.speculative_config
         mode = vllm_config.compilation_config.cudagraph_mode
-        capability = current_platform.get_device_capability()
+        capability = self._capability()
         attention = vllm_config.attention_config
         return Facts(
-            capability=None if capability is None else (capability.major, capability.minor),
+            capability=capability,
             num_speculative_tokens=(speculative.num_speculative_tokens or 0) if speculative else 0,
             full_decode_graphs=mode is not None and mode.decode_mode() == CUDAGraphMode.FULL,
             cudagraph_mode=getattr(mode, "name", str(mode)),
             # The two halves of can_use_trtllm_attention, which itself needs vLLM's *current* config.
             trtllm_api_decode=attention.use_trtllm_attention is not False
-            and supports_trtllm_attention(is_prefill=False),
+            and seams.decodes_through_trtllm_api()
+            and xqa,
+            trtllm_api_multi_token=capability is not None
+            and seams.trtllm_api_is_multi_token(capability, self._release),
+            upstream_native=seams.verifies_natively(self.module),
+            route=self.context.settings.route,
             decode_context_parallel_size=vllm_config.parallel_config.decode_context_parallel_size,
             non_causal=bool(attention.use_non_causal),
             batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+            sinks=seams.layers_have_sinks(vllm_config, self.module),
             kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
         )
 
@@ -186,16 +222,22 @@ class FlashInferSpecDecode:
         }
         self.context.decided(commitment.decision.finding, **facts)
 
-    def _is_ours(self, kv_cache_spec: Any) -> bool:
-        """True for plain attention. Other kinds in a uniform group have other builders, as in vLLM's gate."""
-        from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+    @staticmethod
+    def _attention_specs(kv_cache_spec: Any) -> list[Any]:
+        from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 
         specs = (
             list(kv_cache_spec.kv_cache_specs.values())
             if isinstance(kv_cache_spec, UniformTypeKVCacheSpecs)
             else [kv_cache_spec]
         )
-        attention = [spec for spec in specs if isinstance(spec, AttentionSpec)]
+        return [spec for spec in specs if isinstance(spec, AttentionSpec)]
+
+    def _is_ours(self, kv_cache_spec: Any) -> bool:
+        """True for plain attention. Other kinds in a uniform group have other builders, as in vLLM's gate."""
+        from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+        attention = self._attention_specs(kv_cache_spec)
         return bool(attention) and not any(isinstance(spec, MLAAttentionSpec) for spec in attention)
 
     # -- gate and threshold: two faces of one commitment -------------------------------------------
@@ -207,16 +249,17 @@ class FlashInferSpecDecode:
             return stock
         arguments = self._signatures["get_cudagraph_support"].bind(*args, **kwargs).arguments
         uniform = type(stock).UNIFORM_BATCH
+        vllm_config, kv_cache_spec = arguments["vllm_config"], arguments["kv_cache_spec"]
         try:
-            commitment = self.commitment(arguments["vllm_config"])
-            if stock.value >= uniform.value or not commitment.applies:
+            if not self._is_ours(kv_cache_spec):
                 return stock
-            if not self._is_ours(arguments["kv_cache_spec"]):
+            commitment = self.commitment(vllm_config, kv_cache_spec)
+            if stock.value >= uniform.value or not commitment.applies:
                 return stock
         except Refused:
             raise
         except Exception as e:
-            self._failed(arguments["vllm_config"], e)
+            self._failed(vllm_config, e)
             return stock
         commitment.promised = True
         return uniform
@@ -226,9 +269,12 @@ class FlashInferSpecDecode:
         builder.specpatch_route = None
         if type(builder) is not self.builder_class:
             return
+        stock_threshold = builder.reorder_batch_threshold
         try:
-            commitment = self.commitment(builder.vllm_config)
-            if not (commitment.candidates and self._is_ours(builder.kv_cache_spec)):
+            if not self._is_ours(builder.kv_cache_spec):
+                return
+            commitment = self.commitment(builder.vllm_config, builder.kv_cache_spec)
+            if not commitment.candidates:
                 return
             if not builder.enable_cuda_graph:
                 # Another backend of the model lowered the mode before this builder was made (V1 runner).
@@ -243,23 +289,25 @@ class FlashInferSpecDecode:
                 wanted = commitment.decision.route
                 reason = f"route {route.name} serves a group instead of {wanted}: {refusal}"
                 self.context.decided(Finding(State.APPLIED, reason), route=route.name)
-            if builder.q_data_type_decode.itemsize == 1:
+            query_dtype = seams.decode_query_dtype_name(builder)
+            if getattr(builder, query_dtype).itemsize == 1:
                 # FA2 takes no FP8 queries; they would be asked for on sm_90 and sm_10x without cubins. Set
                 # last: a builder that no route serves must stay stock in everything.
-                builder.q_data_type_decode = builder.model_config.dtype
+                setattr(builder, query_dtype, builder.model_config.dtype)
             builder.specpatch_route = route
         except Refused:
             raise
         except Exception as e:
-            builder.reorder_batch_threshold = 1
+            builder.reorder_batch_threshold = stock_threshold
             builder.specpatch_route = None
             self._failed(builder.vllm_config, e)
 
     def _failed(self, vllm_config: Any, error: Exception) -> None:
-        """Withdraws the commitment if nothing was promised yet; otherwise raises. Says it once."""
+        """Withdraws all commitments to a configuration if nothing was promised yet; otherwise raises. Says it
+        once."""
         with self._lock:
-            commitment = self._commitments.get(id(vllm_config))
-            if commitment is not None and commitment.promised:
+            made = {key: c for key, c in self._commitments.items() if key[0] == id(vllm_config)}
+            if any(commitment.promised for commitment in made.values()):
                 raise SpecPatchError(
                     "vllm-specpatch promised FULL CUDA graphs and then could not prepare the builder; "
                     "set VLLM_SPECPATCH=0 to serve without it"
@@ -269,10 +317,12 @@ class FlashInferSpecDecode:
             else:
                 why = f"{type(error).__name__}: {error}"
                 finding = Finding(State.FAILED, why, next_step="report this line; vLLM runs stock")
-            if commitment is None:
-                self._commitments[id(vllm_config)] = Commitment(Decision(False, finding), [])
-            else:
-                commitment.withdraw(finding)
+            for xqa in (True, False):
+                key = (id(vllm_config), xqa)
+                if key in made:
+                    made[key].withdraw(finding)
+                else:
+                    self._keep(vllm_config, key, Commitment(Decision(False, finding), []))
         self.context.decided(finding)
 
     # -- building ----------------------------------------------------------------------------------
@@ -376,8 +426,8 @@ def edits(module: ModuleType, context: Context) -> list[Edit]:
 PATCH = Patch(
     name="flashinfer-spec-decode",
     target="vllm.v1.attention.backends.flashinfer",
-    versions={"vllm": ">=0.27.0,<=0.27.1", "flashinfer-python": ">=0.6.16,<=0.6.18.post1"},
-    digests=FLASHINFER_BACKEND_DIGESTS,
+    versions={"vllm": ">=0.24.0,<=0.31.0", "flashinfer-python": ">=0.6.12,<=0.7.0.post1"},
+    digests=VLLM_DIGESTS,
     edits=edits,
     summary=__doc__ or "",
 )

@@ -17,9 +17,16 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
+#: Stands for the digest of a function that its module does not define. A table may accept it.
+ABSENT = "absent"
+
 
 class NoSource(LookupError):
     """There is nothing to take a digest of; the text says what was found instead."""
+
+
+class NoSymbol(NoSource):
+    """The module was found and does not define it."""
 
 
 def digest_of_text(source: str) -> str:
@@ -60,7 +67,7 @@ def of_object(owner: Any, name: str, where: str) -> str:
                 return digest_of_text(inspect.getsource(code))
             except (OSError, TypeError) as e:
                 raise NoSource(f"{where}: its source cannot be read ({e})") from e
-    raise NoSource(f"{where} does not exist")
+    raise NoSymbol(f"{where} does not exist")
 
 
 @functools.lru_cache(maxsize=32)
@@ -92,15 +99,23 @@ def of_file(path: str | Path, qualname: str) -> str:
     except (OSError, SyntaxError, UnicodeDecodeError) as e:
         raise NoSource(f"{path}: cannot be read ({e})") from e
     except KeyError:
-        raise NoSource(f"{qualname} does not exist in {path}") from None
+        raise NoSymbol(f"{qualname} does not exist in {path}") from None
 
 
 def of_symbol(symbol: str) -> str:
     """Digest of ``"module:qualname"``: from memory if the module is imported, otherwise from its file.
 
     A module that is not imported yet is not imported for this (its parent packages are): its import may be
-    heavy, or circular while a post-import hook runs. Raises :class:`NoSource`.
+    heavy, or circular while a post-import hook runs. :data:`ABSENT` if the module does not define it. Raises
+    :class:`NoSource`.
     """
+    try:
+        return _of_symbol(symbol)
+    except NoSymbol:
+        return ABSENT
+
+
+def _of_symbol(symbol: str) -> str:
     module_name, _, qualname = symbol.partition(":")
     owner_name, _, name = qualname.rpartition(".")
     module = sys.modules.get(module_name)

@@ -65,13 +65,21 @@ def check_versions(
 
 def check_digests(patch: Patch, digest: Callable[[str], str] = fingerprint.of_symbol) -> Finding | None:
     """None if the source of everything the patch wraps or relies on is known; otherwise the refusal."""
-    for symbol, accepted in patch.digests.items():
+    return check_sources(patch.digests, digest)
+
+
+def check_sources(
+    digests: Mapping[str, Mapping[str, str]], digest: Callable[[str], str] = fingerprint.of_symbol
+) -> Finding | None:
+    """The same for a table of digests."""
+    for symbol, accepted in digests.items():
         try:
             found = digest(symbol)
         except fingerprint.NoSource as e:
             return _unknown_source(symbol, accepted, str(e))
         if found not in accepted:
-            return _unknown_source(symbol, accepted, f"sha256 {found[:12]}…")
+            text = "no such function" if found == fingerprint.ABSENT else f"sha256 {found[:12]}…"
+            return _unknown_source(symbol, accepted, text)
     return None
 
 

@@ -54,8 +54,11 @@ class Engine:
 
     # -- activation ------------------------------------------------------------------------------
 
-    def activate(self, door: str) -> None:
-        """Arms the hooks; the second and later calls only note the door. Raises in strict mode only."""
+    def activate(self, door: str, *, whole: ModuleType | None = None) -> None:
+        """Arms the hooks; the second and later calls only note the door. Raises in strict mode only.
+
+        ``whole``: a target that was just executed and that nobody has seen yet (:meth:`apply_in_source`).
+        """
         with self.lock:
             self.doors.append(door)
             if self.settings is not None or self.retired:
@@ -73,6 +76,8 @@ class Engine:
                 )
             groups = {entry.group or entry.name: entry.target for entry in self.entries}
         for group, target in groups.items():
+            if whole is not None and target == whole.__name__:
+                continue
             if target in sys.modules:
                 self._group_is_late(group, target)
             else:
@@ -104,10 +109,25 @@ class Engine:
 
     # -- applying --------------------------------------------------------------------------------
 
+    def apply_in_source(self, module: ModuleType) -> None:
+        """The door of a vLLM whose source was patched (patches/diffs): the last statement of a target module.
+
+        The same gates decide and the same edits are made as by the hooks; where those are armed as well, they
+        find the group settled.
+        """
+        self.activate(f"source of {module.__name__}", whole=module)
+        groups = {e.group or e.name for e in self.entries if e.target == module.__name__}
+        for group in groups:
+            self.apply_group(group, module)
+
+    def _waits(self, group: str) -> bool:
+        states = {self.records[e.name].finding.state for e in self.entries if (e.group or e.name) == group}
+        return states == {State.WAITING}
+
     def apply_group(self, group: str, module: ModuleType) -> None:
         """Decide first (all gates of all patches of the group), then act (one ledger call)."""
         with self.lock:
-            if self.retired:
+            if self.retired or not self._waits(group):
                 return
             try:
                 finding = self._apply_group(group, module)
@@ -234,6 +254,16 @@ def activate(door: str) -> None:
         raise
     except Exception:
         # A door must never break the host process.
+        engine.say(logging.ERROR, f"defect, nothing was patched:\n{traceback.format_exc()}")
+
+
+def apply_in_source(module_name: str) -> None:
+    """What a vLLM patched with patches/diffs calls. Raises in strict mode only."""
+    try:
+        engine.apply_in_source(sys.modules[module_name])
+    except Refused:
+        raise
+    except Exception:
         engine.say(logging.ERROR, f"defect, nothing was patched:\n{traceback.format_exc()}")
 
 

@@ -72,6 +72,17 @@ def test_every_digest_must_match():
     assert "release 7" in finding.wanted and finding.found.startswith("sha256 2222")
 
 
+def test_a_table_may_accept_that_a_release_does_not_define_a_function():
+    digest = {"m:a": "1" * 64, "m:b": fingerprint.ABSENT}.__getitem__
+    assert (
+        gate.check_sources({"m:b": {fingerprint.ABSENT: "release 1", "2" * 64: "release 2"}}, digest) is None
+    )
+    finding = gate.check_sources({"m:b": {"2" * 64: "release 2"}}, digest)
+    assert finding.state is State.REFUSED and finding.found == "no such function"
+    # Nor may a function be there that the table knows to be absent.
+    assert gate.check_sources({"m:a": {fingerprint.ABSENT: "release 1"}}, digest) is not None
+
+
 # -- fingerprints of objects and files agree ---------------------------------------------------------
 
 
@@ -127,5 +138,10 @@ def test_foreign_wrappers_do_not_pass_for_the_original():
 def test_no_source_says_what_is_missing():
     with pytest.raises(fingerprint.NoSource, match="nowhere"):
         fingerprint.of_symbol("nowhere.to.be.found:f")
-    with pytest.raises(fingerprint.NoSource, match="Sample.nothing"):
+    with pytest.raises(fingerprint.NoSymbol, match="Sample.nothing"):
         fingerprint.of_file(__file__, "Sample.nothing")
+
+
+@pytest.mark.parametrize("symbol", ["pathlib:nothing", "pathlib:Path.nothing", "this:nothing"])
+def test_absent_is_said_of_a_module_that_is_there_imported_or_not(symbol):
+    assert fingerprint.of_symbol(symbol) == fingerprint.ABSENT

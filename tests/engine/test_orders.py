@@ -123,3 +123,35 @@ def child(queue, parent_engine=None):
         """
     )
     assert result["got"] == PATCHED[3]
+
+
+# -- a target whose own source calls us (patches/diffs) ----------------------------------------------
+
+IN_SOURCE = "engine.apply_in_source(sys.modules['toy_target.core'])"
+
+
+@pytest.mark.parametrize(
+    ("steps", "seen", "state"),
+    [
+        (["imported()", IN_SOURCE], PATCHED, "applied"),
+        # The entry point, later: nothing is late, nothing is done twice.
+        (["imported()", IN_SOURCE, "activate()"], PATCHED, "applied"),
+        # The start-up hook as well, and before.
+        (["activate()", "imported()", IN_SOURCE], PATCHED, "applied"),
+        (["imported()", IN_SOURCE, IN_SOURCE], PATCHED, "applied"),
+        (["imported()", IN_SOURCE, "engine.deactivate()", IN_SOURCE], STOCK, "disabled"),
+    ],
+)
+def test_in_source(toy, steps, seen, state):
+    result = toy("\n".join(steps) + "\nreport(seen=seen())")
+    assert (result["seen"], result["states"]) == (seen, everywhere(state))
+    assert result["changes"] == (4 if state == "applied" else 0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "state"),
+    [({"VLLM_SPECPATCH": "0"}, "disabled"), ({"TOY_WRONG_DIGEST": "Builder.build"}, "refused")],
+)
+def test_in_source_asks_the_same_gates(toy, environment, state):
+    result = toy(f"imported()\n{IN_SOURCE}\nreport(seen=seen())", **environment)
+    assert (result["seen"], result["states"], result["changes"]) == (STOCK, everywhere(state), 0)

@@ -1,5 +1,6 @@
-"""Real vLLM and real FlashInfer on a simulated sm_86, in the pytest process itself.
+"""Real vLLM and real FlashInfer on a simulated GPU, in the pytest process itself.
 
+The installed release; tests/upstream/test_build_on_releases.py runs this folder on the others.
 Only what a GPU must do is stubbed: page-locked memory, the compiled attention module (its host plan is
 recorded instead of run), and the Triton kernel that copies page indices (done in torch).
 """
@@ -23,6 +24,10 @@ PLAN_ARGUMENTS = (
     "num_qo_heads num_kv_heads page_size cuda_graph head_dim_qk head_dim_vo causal window_left "
     "fixed_split_size disable_split_kv num_colocated_ctas uniform_q_len"
 ).split()
+#: FlashInfer before 0.6.16 has no uniform_q_len.
+PLAN_LENGTHS = (len(PLAN_ARGUMENTS) - 1, len(PLAN_ARGUMENTS))
+#: vLLM 0.33 needs no patch on the default one.
+GPU = os.environ.get("SPECPATCH_TEST_GPU", "8.6")
 FLOAT_WORKSPACE_BYTES, INT_WORKSPACE_BYTES = 1 << 20, 70_000
 
 
@@ -34,8 +39,8 @@ class Recorder:
     plans: list = dataclasses.field(default_factory=list)
 
     def plan(self, *args):
-        assert len(args) == len(PLAN_ARGUMENTS), "FlashInfer's plan has other arguments than this test knows"
-        plan = dict(zip(PLAN_ARGUMENTS, args, strict=True))
+        assert len(args) in PLAN_LENGTHS, "FlashInfer's plan has other arguments than this test knows"
+        plan = {"uniform_q_len": 0, **dict(zip(PLAN_ARGUMENTS, args, strict=False))}
         for name in ("qo_indptr", "kv_indptr", "kv_lens"):
             plan[name] = plan[name].tolist()  # the buffers are reused by the next step
         self.plans.append(SimpleNamespace(backend=self.backend, **plan))
@@ -46,14 +51,14 @@ class Recorder:
 
 
 @pytest.fixture(scope="session")
-def vllm_on_sm86():
+def vllm_on_gpu():
     import vllm_specpatch
     from vllm_specpatch.patches import simulated_gpu
 
     assert "vllm" not in sys.modules, "a test outside tests/patches imported vllm in the pytest process"
     os.environ["VLLM_SPECPATCH"] = "auto"
     vllm_specpatch.register()
-    simulated_gpu.install(8, 6, cubins=False)
+    simulated_gpu.install(*simulated_gpu.parse_capability(GPU), cubins=False)
     import vllm.v1.attention.backends.flashinfer as backend
 
     assert vllm_specpatch.status()["patches"]["flashinfer-spec-decode"]["state"] == "applied"
@@ -67,12 +72,14 @@ def copy_page_indices(page_indices, block_table, _stride, cu_num_blocks, BLOCK_S
 
 
 @pytest.fixture
-def recorders(vllm_on_sm86, monkeypatch):
+def recorders(vllm_on_gpu, monkeypatch):
     """backend name -> Recorder, for every compiled module that is asked for."""
     import flashinfer.decode
     import flashinfer.prefill
     import flashinfer.utils
     import torch
+
+    from vllm_specpatch.patches import simulated_gpu
 
     made: dict[str, Recorder] = {}
 
@@ -82,7 +89,10 @@ def recorders(vllm_on_sm86, monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
-    monkeypatch.setattr(flashinfer.utils, "get_compute_capability", lambda _device: (8, 6))
+    for module in (flashinfer.utils, flashinfer.decode):
+        monkeypatch.setattr(
+            module, "get_compute_capability", lambda _device: simulated_gpu.parse_capability(GPU)
+        )
     for module in (flashinfer.decode, flashinfer.prefill):
         monkeypatch.setattr(module, "get_batch_prefill_module", get_module)
 
@@ -90,7 +100,7 @@ def recorders(vllm_on_sm86, monkeypatch):
         def __getitem__(self, _grid):
             return copy_page_indices
 
-    monkeypatch.setattr(vllm_on_sm86, "_copy_page_indices_kernel", Kernel())
+    monkeypatch.setattr(vllm_on_gpu, "_copy_page_indices_kernel", Kernel())
     return made
 
 
@@ -110,6 +120,9 @@ class Bench:
         self.config = predict_probe.engine_config(
             tempfile.mkdtemp(prefix="specpatch-test-"), method, k, kv_cache_dtype, **engine_arguments
         )
+        cache = self.config.cache_config
+        if getattr(cache, "kv_cache_layout", "") is None:
+            cache.kv_cache_layout = "LBNHC"  # from 0.29 the engine core resolves it; vLLM's default
         if change is not None:
             change(self.config)
         self.current = set_current_vllm_config
@@ -161,6 +174,37 @@ class Bench:
         return metadata, plans
 
 
+class NoPlan:
+    """Stands for a plan of the kernels where none is looked at."""
+
+    def __init__(self, module, **shape):
+        import torch
+
+        self.partial_o = self.partial_lse = torch.empty(0)
+
+
 @pytest.fixture
-def bench(vllm_on_sm86, recorders):
-    return lambda k=3, **options: Bench(vllm_on_sm86, recorders, k, **options)
+def route(monkeypatch):
+    """The class of the only route of ``auto``: native, or spec_mask without its module where the installed
+    FlashInfer is too old. test_spec_mask_route.py has spec_mask everywhere."""
+    from vllm_specpatch.kernels import spec_mask
+    from vllm_specpatch.patches import native, routes, spec_mask_route
+
+    monkeypatch.setattr(spec_mask_route, "module_is_within_reach", lambda: True)
+    name = "native" if native.NativeRoute.why_not() is None else "spec_mask"
+    monkeypatch.setattr(routes, "AUTO", (name,))
+    if name == "spec_mask":
+        monkeypatch.setattr(spec_mask, "load", lambda spec, before_build=None: SimpleNamespace(spec=spec))
+        monkeypatch.setattr(spec_mask, "Plan", NoPlan)
+    return routes.ROUTES[name]
+
+
+@pytest.fixture
+def any_route_bench(vllm_on_gpu, recorders):
+    """Makes a :class:`Bench` with the routes as they are."""
+    return lambda k=3, **options: Bench(vllm_on_gpu, recorders, k, **options)
+
+
+@pytest.fixture
+def bench(any_route_bench, route):
+    return any_route_bench

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from vllm_specpatch.patch import State
-from vllm_specpatch.patches import decision, native, routes
+from vllm_specpatch.patches import decision, native, routes, seams, spec_mask_route
 
 PLAIN = decision.Facts(
     capability=(8, 6),
@@ -14,6 +14,9 @@ PLAIN = decision.Facts(
     cudagraph_mode="FULL_AND_PIECEWISE",
     trtllm_api_decode=False,
 )
+
+
+TRTLLM_API = {"trtllm_api_decode": True, "trtllm_api_multi_token": True}
 
 
 def verdict(**changes):
@@ -33,8 +36,17 @@ def test_every_gpu_without_trtllm_or_xqa(capability):
     [
         ({"num_speculative_tokens": 0}, State.NOT_NEEDED),
         ({"full_decode_graphs": False, "cudagraph_mode": "NONE"}, State.NOT_NEEDED),
-        ({"capability": (10, 0), "trtllm_api_decode": True}, State.NOT_NEEDED),
+        ({"capability": (10, 0), **TRTLLM_API}, State.NOT_NEEDED),
+        ({"capability": (10, 0), **TRTLLM_API, "non_causal": True}, State.REFUSED),
+        ({"capability": (10, 0), **TRTLLM_API, "decode_context_parallel_size": 2}, State.REFUSED),
+        ({"capability": (9, 0), **TRTLLM_API}, State.NOT_NEEDED),
+        ({"capability": (9, 0), **TRTLLM_API, "non_causal": True}, State.NOT_NEEDED),
         ({"capability": (9, 0), "trtllm_api_decode": True}, State.REFUSED),
+        ({"upstream_native": True}, State.NOT_NEEDED),
+        ({"upstream_native": True, "route": "native"}, State.NOT_NEEDED),
+        ({"upstream_native": True, "non_causal": True}, State.REFUSED),
+        ({"sinks": True}, State.REFUSED),
+        ({"kv_cache_dtype": "nvfp4_4over6"}, State.REFUSED),
         ({"capability": (7, 5)}, State.REFUSED),
         ({"capability": None}, State.REFUSED),
         ({"decode_context_parallel_size": 2}, State.REFUSED),
@@ -50,10 +62,46 @@ def test_stock_with_a_reason(changes, state):
         assert finding.wanted and finding.found
 
 
+def test_the_device_planned_route_by_name_replaces_vllms_own():
+    assert verdict(upstream_native=True, route="spec_mask") is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "vllm", "multi_token"),
+    [
+        ((10, 0), "0.24.0", True),
+        ((12, 0), "0.27.1", False),
+        ((12, 1), "0.28.0", True),
+        ((9, 0), "0.29.0", False),
+        ((9, 0), "0.30.0", True),
+        ((9, 0), "0.30.0.dev3+gabc", True),
+        ((9, 0), "a build of my own", True),
+        ((8, 6), "0.33.0", False),
+    ],
+)
+def test_where_vllm_verifies_through_trtllm_gen_or_xqa(capability, vllm, multi_token):
+    assert seams.trtllm_api_is_multi_token(capability, seams.release(vllm)) is multi_token
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "capability", "vllm", "takes"),
+    [
+        ([128], (9, 0), "0.30.0", True),
+        ([512], (9, 0), "0.30.0", False),
+        ([128, 512], (12, 0), "0.29.0", False),
+        ([512], (12, 0), "0.28.0", True),  # asked for all groups alike
+        ([512], (10, 0), "0.30.0", True),
+    ],
+)
+def test_which_groups_xqa_takes(head_dims, capability, vllm, takes):
+    assert seams.xqa_takes(head_dims, capability, seams.release(vllm)) is takes
+
+
 @pytest.mark.parametrize(
     ("version", "usable"),
     [
         ("0.6.12", False),
+        ("0.6.14", False),  # takes q_len_per_req, and ignores it
         ("0.6.15.post1", False),
         ("0.6.16", True),
         ("0.6.16.post3", True),
@@ -63,6 +111,7 @@ def test_stock_with_a_reason(changes, state):
 )
 def test_native_is_refused_before_flashinfer_had_it(monkeypatch, version, usable):
     monkeypatch.setattr(native.gate, "installed_version", lambda name: version)
+    monkeypatch.setattr(native.gate, "check_sources", lambda digests: None)
     assert (native.NativeRoute.why_not() is None) is usable
     found = routes.candidates("native")
     if usable:
@@ -71,7 +120,49 @@ def test_native_is_refused_before_flashinfer_had_it(monkeypatch, version, usable
         assert found.state is State.REFUSED and found.wanted and found.next_step
 
 
-def test_a_forced_route_is_the_only_candidate():
+def test_native_is_refused_if_flashinfers_source_is_unknown(monkeypatch):
+    monkeypatch.setattr(native.gate, "installed_version", lambda name: native.FIRST_FLASHINFER)
+    monkeypatch.setattr(
+        native, "FLASHINFER_DECODE_DIGESTS", {"flashinfer.decode:fast_decode_plan": {"0": "x"}}
+    )
+    assert "fast_decode_plan" in native.NativeRoute.why_not().reason
+
+
+@pytest.fixture
+def nothing_built(monkeypatch, tmp_path):
+    """No compiler, no prebuilt module, an empty JIT cache."""
+    from vllm_specpatch.kernels import build
+
+    monkeypatch.setattr(build, "find_nvcc", lambda: None)
+    monkeypatch.setattr(build, "prebuilt_folders", lambda: [tmp_path / "prebuilt"])
+    monkeypatch.setattr(build, "cached_library", lambda uri: tmp_path / "cache" / uri / f"{uri}.so")
+    return tmp_path
+
+
+@pytest.mark.parametrize("where", ["prebuilt", "cache", None])
+def test_spec_mask_is_refused_where_its_module_cannot_be_had(nothing_built, where):
+    if where is not None:
+        module = nothing_built / where / "spec_mask_sm86_x"
+        module.mkdir(parents=True)
+        (module / "spec_mask_sm86_x.so").touch()
+        assert routes.candidates("spec_mask") == [routes.ROUTES["spec_mask"]]
+        return
+    found = routes.candidates("spec_mask")
+    assert found.state is State.REFUSED and "vllm-specpatch build" in found.next_step
+
+
+def test_nothing_is_promised_where_no_route_can_be_had(any_route_bench, nothing_built, monkeypatch):
+    """FlashInfer before 0.6.16 and no compiler: stock, in the V1 runner's order too (gate, then builder)."""
+    refusal = decision.Finding(State.REFUSED, "silently wrong")
+    monkeypatch.setattr(native.NativeRoute, "why_not", classmethod(lambda cls: refusal))
+    b = any_route_bench(k=3)
+    assert both(b) == ("UNIFORM_SINGLE_TOKEN_DECODE", 1)
+    with b.current(b.config):
+        type(b.builder)(b.spec, list(b.layers), b.config, b.builder.device)
+
+
+def test_a_forced_route_is_the_only_candidate(monkeypatch):
+    monkeypatch.setattr(spec_mask_route, "module_is_within_reach", lambda: True)
     assert routes.candidates("spec_mask") == [routes.ROUTES["spec_mask"]]
 
 
@@ -119,9 +210,10 @@ def test_nothing_promised_where_no_full_graphs_were_asked_for(bench, engine_argu
     assert both(bench(k=3, **engine_arguments)) == ("UNIFORM_SINGLE_TOKEN_DECODE", 1)
 
 
-def test_without_speculation_everything_is_stock(bench):
+def test_without_speculation_graphs_and_threshold_are_stock(bench, route):
     b = bench(k=0)
-    assert both(b) == ("UNIFORM_SINGLE_TOKEN_DECODE", 1) and b.builder.specpatch_route is None
+    assert both(b) == ("UNIFORM_SINGLE_TOKEN_DECODE", 1)
+    assert (b.builder.specpatch_route is None) is not route.builds
 
 
 def test_ngram(bench):
@@ -160,10 +252,10 @@ def test_mla_groups_stay_stock(bench):
     assert b.support(spec=mla) == "UNIFORM_SINGLE_TOKEN_DECODE"
 
 
-def test_subclasses_answer_for_themselves(bench, vllm_on_sm86):
+def test_subclasses_answer_for_themselves(bench, vllm_on_gpu):
     """Chunked-local attention subclasses the builder at run time; its virtual batches are not ours."""
     b = bench(k=3)
-    subclass = type("Local", (vllm_on_sm86.FlashInferMetadataBuilder,), {})
+    subclass = type("Local", (vllm_on_gpu.FlashInferMetadataBuilder,), {})
     assert b.support(cls=subclass) == "UNIFORM_SINGLE_TOKEN_DECODE"
 
 
@@ -181,31 +273,31 @@ def test_parallel_drafting_doubles_the_draft_tokens(bench, monkeypatch):
     assert b.builder.reorder_batch_threshold == 7
 
 
-def test_an_error_before_the_promise_leaves_both_faces_stock(bench, monkeypatch, vllm_on_sm86):
+def test_an_error_before_the_promise_leaves_both_faces_stock(bench, monkeypatch, route):
     def broken(self, builder, backend):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(native.NativeRoute, "__init__", broken)
+    monkeypatch.setattr(route, "__init__", broken)
     assert both(bench(k=5)) == ("UNIFORM_SINGLE_TOKEN_DECODE", 1)
 
 
-def test_an_error_after_the_promise_is_loud(bench, monkeypatch, vllm_on_sm86):
+def test_an_error_after_the_promise_is_loud(bench, monkeypatch, vllm_on_gpu, route):
     """The V1 runner asks the gate before it makes builders."""
     from vllm_specpatch.errors import SpecPatchError
 
     b = bench(k=5)
     assert b.support() == "UNIFORM_BATCH"
-    monkeypatch.setattr(native.NativeRoute, "__init__", lambda self, builder, backend: 1 / 0)
+    monkeypatch.setattr(route, "__init__", lambda self, builder, backend: 1 / 0)
     with b.current(b.config), pytest.raises(SpecPatchError, match="VLLM_SPECPATCH=0"):
-        vllm_on_sm86.FlashInferMetadataBuilder(b.spec, list(b.layers), b.config, b.builder.device)
+        vllm_on_gpu.FlashInferMetadataBuilder(b.spec, list(b.layers), b.config, b.builder.device)
 
 
-def test_the_decision_is_said_once(bench):
+def test_the_decision_is_said_once(bench, route):
     import vllm_specpatch
 
     for _ in range(3):
         bench(k=3)
     decisions = vllm_specpatch.status()["patches"]["flashinfer-spec-decode"]["decisions"]
-    applied = [d for d in decisions if d["state"] == "applied"]
+    applied = [d for d in decisions if d["reason"].startswith("FULL CUDA graphs")]
     assert len(applied) == 1
-    assert applied[0]["route"] == "native" and "sm_86" in applied[0]["gpu"]
+    assert applied[0]["route"] == route.name and "simulated sm_" in applied[0]["gpu"]

@@ -6,6 +6,8 @@ import contextlib
 
 import pytest
 
+from vllm_specpatch.patches import native, seams
+
 DEVICE_READS = ("cpu", "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero")
 
 
@@ -33,7 +35,7 @@ def kernels(monkeypatch):
 
     made = SimpleNamespace(specs=[], runs=[])
 
-    def load(spec):
+    def load(spec, before_build=None):
         made.specs.append(spec)
         return SimpleNamespace(spec=spec)
 
@@ -89,7 +91,7 @@ def steady(b, *batch, **options):
     common = b.batch(*batch, **options)
     with b.current(b.config), device_reads(*on_device(common)) as reads:
         metadata = b.builder.build(common_prefix_len=0, common_attn_metadata=common)
-    assert common._seq_lens_cpu is None or reads, "lengths reached the host unseen"
+    assert seams.host_lengths(common) is None or reads, "lengths reached the host unseen"
     return metadata, reads, common
 
 
@@ -230,6 +232,77 @@ def test_run_gets_the_layers_scales_and_the_batchs_table(bench, kernels):
     assert call.table is metadata.decode.wrapper.block_table
 
 
+def kv_cache(b, pages):
+    """A KV cache of the group as vLLM lays it out (NHD), in the shape in which ``forward`` gets it."""
+    import torch
+
+    backend, spec = b.backend.FlashInferBackend, b.spec
+    if hasattr(backend, "get_kv_cache_shape"):
+        shape = backend.get_kv_cache_shape(pages, spec.block_size, spec.num_kv_heads, spec.head_size)
+        order = backend.get_kv_cache_stride_order()
+        flat = torch.zeros([shape[i] for i in order], dtype=spec.dtype)
+        return flat.permute([order.index(i) for i in range(len(order))])
+    flat = torch.zeros(pages, spec.block_size, spec.num_kv_heads, 2 * spec.head_size, dtype=spec.dtype)
+    return flat.transpose(1, 2)
+
+
+def forward(b, metadata, cache, **attributes):
+    """vLLM's own attention layer on a built batch; returns its output."""
+    import torch
+
+    layer = b.config.compilation_config.static_forward_context[b.layers[0]]
+    for name, value in attributes.items():
+        setattr(layer.impl, name, value)
+    rows = metadata.num_actual_tokens
+    q, k, v = (torch.zeros(rows, heads, 128, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    out = torch.zeros(rows, 4, 128, dtype=torch.bfloat16)
+    with b.current(b.config):
+        layer.impl.forward(layer, q, k, v, cache, metadata, out)
+    return out
+
+
+def test_vllms_forward_hands_the_cache_and_the_output_to_the_kernel(bench, kernels):
+    b = bench(k=3)
+    metadata, _ = b.build([4, 4], [20, 33], capture=True)
+    cache = kv_cache(b, pages=8)
+    out = forward(b, metadata, cache)
+    [call] = kernels.runs
+    assert call.plan is metadata.decode.wrapper.plan and call.layout == "NHD"
+    assert tuple(call.q.shape) == (8, 4, 128) and call.out.data_ptr() == out.data_ptr()
+    assert tuple(call.k.shape) == tuple(call.v.shape) == (8, 16, 2, 128)
+    assert call.k.stride() == call.v.stride() and call.k.stride(3) == 1
+    assert call.k.data_ptr() == cache.data_ptr()
+    # Behind the K of a page, or, from 0.26, of a token.
+    step = call.v.data_ptr() - call.k.data_ptr()
+    assert step == (16 * 2 * 128 if cache.dim() == 5 else 128) * cache.element_size()
+    assert (call.sm_scale, call.k_scale, call.v_scale) == (pytest.approx(128**-0.5), 1.0, 1.0)
+
+
+def test_sinks_are_refused_and_not_dropped(bench, kernels):
+    import torch
+
+    from vllm_specpatch.kernels import spec_mask
+
+    b = bench(k=3)
+    metadata, _ = b.build([4, 4], [20, 33], capture=True)
+    with pytest.raises(spec_mask.SpecMaskError, match="sinks"):
+        metadata.decode.wrapper.run(None, None, sinks=torch.zeros(4))
+
+
+def test_a_model_with_sinks_is_left_to_vllm(bench, vllm_on_gpu):
+    import torch
+
+    def give_sinks(config):
+        other = bench(k=3)
+        [layer] = other.config.compilation_config.static_forward_context.values()
+        layer.impl.sinks = torch.zeros(4)
+        config.compilation_config.static_forward_context["another.layer"] = layer
+
+    b = bench(k=3, change=give_sinks)
+    assert (b.support(), b.builder.reorder_batch_threshold) == ("UNIFORM_SINGLE_TOKEN_DECODE", 1)
+    assert b.builder.specpatch_route is None
+
+
 def test_the_partial_outputs_of_all_shapes_are_one_workspace(bench):
     b = bench(k=3)
     large, _ = b.build([4] * 8, [30] * 8, capture=True)
@@ -249,22 +322,26 @@ def test_without_speculation_decodes_are_planned_on_the_device_too(bench):
 def test_native_serves_where_the_module_cannot_be_built(bench, kernels, monkeypatch, recorders):
     from vllm_specpatch.kernels import build, spec_mask
 
-    def no_compiler(spec):
+    def no_compiler(spec, before_build=None):
         raise build.BuildError("no nvcc; run `vllm-specpatch build`")
 
     monkeypatch.setattr(spec_mask, "load", no_compiler)
     b = bench(k=3)
+    if native.NativeRoute.why_not() is not None:  # FlashInfer before 0.6.16: nothing else may serve
+        assert (b.support(), b.builder.reorder_batch_threshold) == ("UNIFORM_SINGLE_TOKEN_DECODE", 1)
+        return
     assert (b.support(), b.builder.reorder_batch_threshold) == ("UNIFORM_BATCH", 4)
     assert b.builder.specpatch_route.name == "native"
     _, [plan] = b.build([4, 4], [20, 33], capture=True)
     assert plan.uniform_q_len == 4
 
 
-def test_metadata_that_grew_a_field_is_not_filled_blindly(bench, vllm_on_sm86, monkeypatch):
+def test_metadata_that_grew_a_field_is_not_filled_blindly(bench, vllm_on_gpu, monkeypatch):
     import dataclasses
 
     grown = dataclasses.make_dataclass(
-        "FlashInferMetadata", ["sinks"], bases=(vllm_on_sm86.FlashInferMetadata,)
+        "FlashInferMetadata", ["sinks"], bases=(vllm_on_gpu.FlashInferMetadata,)
     )
-    monkeypatch.setattr(vllm_on_sm86, "FlashInferMetadata", grown)
-    assert bench(k=3).builder.specpatch_route.name == "native"
+    monkeypatch.setattr(vllm_on_gpu, "FlashInferMetadata", grown)
+    served = bench(k=3).builder.specpatch_route
+    assert served is None if native.NativeRoute.why_not() is not None else served.name == "native"

@@ -404,7 +404,8 @@ def test_digest_on_disk_reads_without_importing(tmp_path, monkeypatch):
     digest = doctor.digest_on_disk("doctor_toy.part:A.f")
     assert digest == fingerprint.digest_of_text("    def f(self):\n        return 1\n")
     assert "doctor_toy" not in sys.modules
-    for missing in ("doctor_toy.part:A.g", "doctor_toy.absent:f", "no_such_package.a:f"):
+    assert doctor.digest_on_disk("doctor_toy.part:A.g") == fingerprint.ABSENT
+    for missing in ("doctor_toy.absent:f", "no_such_package.a:f"):
         with pytest.raises(fingerprint.NoSource):
             doctor.digest_on_disk(missing)
 
@@ -450,7 +451,7 @@ def test_backends(dtype, capability, takes):
     [
         ("0.27.1", "sm_86", "fp8", True, "Keep FlashInfer, patched", "nor does any other backend"),
         ("0.27.1", "sm_89", "fp8", True, "Keep FlashInfer, patched", "TRITON_ATTN would"),
-        ("0.27.1", "sm_86", "auto", True, "Try FLASH_ATTN first", "--attention-backend FLASH_ATTN"),
+        ("0.27.1", "sm_86", "auto", True, "Keep FlashInfer, patched", "--attention-backend FLASH_ATTN"),
         ("0.26.0", "sm_86", "auto", False, "Switch to FLASH_ATTN", "--attention-config.backend FLASH_ATTN"),
         ("0.26.0", "sm_86", "fp8", False, "Get the patch to apply", "--kv-cache-dtype auto"),
         ("0.33.0", "sm_86", "fp8", False, "Keep FlashInfer as it is", "causal drafters"),

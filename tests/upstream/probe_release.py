@@ -1,7 +1,8 @@
 """Asks one vLLM release, ahead on PYTHONPATH, about many simulated GPUs; run by test_matrix.py as a program.
 
 ``probe_release.py '[["stock", 3, "8.6", false], ...]'`` takes (side, k, capability, cubins) and prints an
-answer a line: ``{"result": what predict_probe.probe returns}`` or ``{"error": traceback}``. What takes
+answer a line: ``{"result": what predict_probe.probe returns}`` or ``{"error": traceback}``. Side ``source``
+is ``patched`` with both doors shut: only a vLLM whose own source calls us is patched then. What takes
 seconds to import and knows no GPU (torch, transformers, FlashInfer) is imported once; each question is then
 put to a forked child, because vLLM decides about its platform once per process, while it is imported.
 """
@@ -33,10 +34,15 @@ SHARED = (
 
 
 def ask(side: str, k: int, capability: str, cubins: bool) -> dict[str, Any]:
+    import vllm_specpatch
     from vllm_specpatch.patches import predict_probe
 
-    options = {"side": side, "gpu": capability, "cubins": cubins}
-    return predict_probe.probe({**options, "k": k, "method": "eagle", "kv_cache_dtype": "auto"})
+    if side == "source":
+        sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "VllmWatcher"]
+        vllm_specpatch.register = lambda: None
+    options = {"side": "stock" if side == "stock" else "patched", "gpu": capability, "cubins": cubins}
+    result = predict_probe.probe({**options, "k": k, "method": "eagle", "kv_cache_dtype": "auto"})
+    return {**result, "doors": vllm_specpatch.status()["doors"]}
 
 
 def in_a_child(*question: Any) -> dict[str, Any]:

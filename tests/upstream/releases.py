@@ -1,6 +1,6 @@
-"""vLLM releases and the FlashInfer that each pins, as Python files only, in a cache outside the checkout.
+"""vLLM releases and the FlashInfer that each pins, Python files and headers, in a cache outside the checkout.
 
-A release is unpacked once into ``~/.cache/vllm-specpatch/releases/NAME-VERSION`` (``XDG_CACHE_HOME`` and
+A release is unpacked once into ``~/.cache/vllm-specpatch/releases-2/NAME-VERSION`` (``XDG_CACHE_HOME`` and
 ``SPECPATCH_RELEASES`` move it); ``python tests/upstream/releases.py`` does it for the whole table. Ahead on
 PYTHONPATH such a folder replaces the installed distribution, metadata included, while compiled requirements
 stay those of the environment. The wheels are hundreds of MB, what is kept of them is 15 to 100 MB.
@@ -50,7 +50,8 @@ def cache_root() -> Path:
     if "SPECPATCH_RELEASES" in os.environ:
         return Path(os.environ["SPECPATCH_RELEASES"])
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "vllm-specpatch" / "releases"
+    # The number counts what unpack() keeps, so that a folder of before is not taken for a whole one.
+    return Path(cache) / "vllm-specpatch" / "releases-2"
 
 
 def unpacked(name: str, version: str, root: Path | None = None) -> Path:
@@ -75,12 +76,14 @@ def unpacked(name: str, version: str, root: Path | None = None) -> Path:
 
 
 def unpack(wheel: Path, folder: Path) -> None:
-    """The ``*.py`` and ``*.dist-info/*`` of a wheel. The wheel is deleted: it is 20 times as big."""
+    """The ``*.py`` and ``*.dist-info/*`` of a wheel, and FlashInfer's headers, whose text the kernels are
+    built on and checked against. The wheel is deleted: it is 20 times as big."""
     with zipfile.ZipFile(wheel) as archive:
         for member in archive.namelist():
             # RECORD would list the files that were left behind.
             metadata = ".dist-info/" in member and not member.endswith("/RECORD")
-            if member.endswith(".py") or metadata:
+            header = member.startswith("flashinfer/data/include/flashinfer/")
+            if member.endswith(".py") or metadata or header:
                 archive.extract(member, folder)
     wheel.unlink()
 

@@ -145,6 +145,31 @@ def test_verdict(cell, matrix, fetched):
     assert (patched["route"] != "stock") == (verdict == "applied")
 
 
+@pytest.mark.parametrize(
+    ("release", "flashinfer", "state", "route"),
+    [("0.27.1", "0.6.14", "refused", "stock"), ("0.26.0", "0.6.16.post3", "applied", "native")],
+)
+def test_another_flashinfer_than_the_pinned_one_is_judged_by_what_is_installed(
+    release, flashinfer, state, route, fetched, clean_environment, tmp_path
+):
+    pins = (("vllm", release), ("flashinfer-python", flashinfer))
+    path = os.pathsep.join(str(fetched(lambda p=pin: releases.unpacked(*p))) for pin in pins)
+    environment = clean_environment(
+        PYTHONPATH=path, VLLM_CACHE_ROOT=str(tmp_path), VLLM_SPECPATCH_ROUTE="native"
+    )
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    command = [sys.executable, "-P", str(PROBE), json.dumps([["patched", K, "8.6", False]])]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    answer = json.loads(done.stdout)
+    assert "error" not in answer, answer["error"]
+    found = answer["result"]
+    assert (found["vllm"], found["flashinfer"]) == (release, flashinfer)
+    assert (found["patches"], found["route"]) == ({"flashinfer-spec-decode": state}, route)
+    assert (found["support"] == "UNIFORM_BATCH") is (state == "applied")
+
+
 # -- releases.py itself ------------------------------------------------------------------------------
 
 

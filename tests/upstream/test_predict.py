@@ -75,7 +75,7 @@ def test_every_capability(answers, cell):
     for side in (result["stock"], result["patched"]):
         assert (side["support"] == "UNIFORM_BATCH") == (side["reorder_batch_threshold"] > 1)
         assert side["warnings"] == ([WARNING] if side["support"] != "UNIFORM_BATCH" else [])
-    assert result["patched"]["route"] == ("native" if state == "applied" else "stock")
+    assert result["patched"]["route"] == ("spec_mask" if state == "applied" else "stock")
 
 
 def test_the_main_job_as_a_person_reads_it(predict, tmp_path):
@@ -87,7 +87,7 @@ def test_the_main_job_as_a_person_reads_it(predict, tmp_path):
     assert table["CUDA-graph support"] == ["UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH"]
     assert table["reorder_batch_threshold"] == ["1", "8"]
     assert table["cudagraph_mode"] == ["PIECEWISE", "FULL_AND_PIECEWISE"]
-    assert table["route"] == ["stock", "native"]
+    assert table["route"] == ["stock", "spec_mask"]
     assert "patched warns: none" in done.stdout and "is not supported with spec-decode" in done.stdout
 
 
@@ -99,10 +99,11 @@ def test_other_methods_and_kv_dtypes(predict, tmp_path, arguments):
     assert triple(result["stock"]) == SINGLE and triple(result["patched"]) == batch(3)
 
 
-def test_without_speculation_nothing_changes(predict, tmp_path):
+def test_without_speculation_graphs_and_threshold_are_stock(predict, tmp_path):
     result = json.loads(predict("--gpu", "sm_86", "--method", "none", "--json", cwd=tmp_path).stdout)
     assert triple(result["stock"]) == triple(result["patched"])
-    assert result["patched"]["patches"] == {"flashinfer-spec-decode": "not needed"}
+    assert result["patched"]["patches"] == {"flashinfer-spec-decode": "applied"}
+    assert "without speculation" in result["patched"]["reasons"]["flashinfer-spec-decode"]
 
 
 def test_a_wrong_gpu_is_one_line(predict, tmp_path):
@@ -121,15 +122,15 @@ def test_no_gpu_is_one_line(predict, tmp_path):
 
 def test_an_unsupported_release_is_refused_with_the_next_step(predict, tmp_path):
     """A newer vLLM, as far as the metadata says."""
-    fake = tmp_path / "site" / "vllm-0.28.0.dist-info"
+    fake = tmp_path / "site" / "vllm-0.34.0.dist-info"
     fake.mkdir(parents=True)
-    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.28.0\n")
+    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.34.0\n")
     env = {"PYTHONPATH": str(tmp_path / "site")}
     result = json.loads(predict("--gpu", "sm_86", "--k", "3", "--json", cwd=tmp_path, **env).stdout)
     assert triple(result["patched"]) == SINGLE
     assert result["patched"]["patches"] == {"flashinfer-spec-decode": "refused"}
     reason = result["patched"]["reasons"]["flashinfer-spec-decode"]
-    assert "0.28.0" in reason
+    assert "0.34.0" in reason
     # The user vouches for it, and the sources are in fact unchanged.
     env["VLLM_SPECPATCH_ALLOW_UNKNOWN"] = "1"
     result = json.loads(predict("--gpu", "sm_86", "--k", "3", "--json", cwd=tmp_path, **env).stdout)

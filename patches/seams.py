@@ -1,0 +1,133 @@
+"""What differs between vLLM 0.24 and 0.33 at the places that this package touches: a function for each seam.
+
+Each asks for the feature it is about, not for the version: digests have already said that the sources are
+known ones (:mod:`.digests`), and a backported change is then taken for what it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from .. import gate
+
+#: The first release in which vLLM decodes several tokens per request through trtllm-gen (10) or XQA (9, 12),
+#: by compute capability major. Before it, XQA serves one token only, or is not used at all.
+MULTI_TOKEN_TRTLLM_API = {10: Version("0.24"), 12: Version("0.28"), 9: Version("0.30")}
+#: The first release that leaves a group whose head size XQA does not take to FlashInfer's native kernels.
+XQA_PER_GROUP = Version("0.29")
+
+
+def release(version: str | None) -> Version:
+    """The release of an installed version. What cannot be read (the user vouched for it) counts as newest."""
+    try:
+        return gate.release_of(version or "")
+    except InvalidVersion:
+        return Version("9999")
+
+
+def trtllm_api_is_multi_token(capability: tuple[int, int], vllm: Version) -> bool:
+    """Whether vLLM verifies drafts through trtllm-gen or XQA where it decodes through them."""
+    first = MULTI_TOKEN_TRTLLM_API.get(capability[0])
+    return first is not None and vllm >= first
+
+
+def xqa_takes(head_dims: list[int], capability: tuple[int, int], vllm: Version) -> bool:
+    """Whether groups of these head sizes decode through XQA where it is available (vLLM's own condition)."""
+    if capability[0] not in (9, 12) or vllm < XQA_PER_GROUP:
+        return True
+    return all(16 <= head_dim <= 256 and head_dim % 16 == 0 for head_dim in head_dims)
+
+
+def decodes_through_trtllm_api() -> bool:
+    """vLLM's answer for decodes on this platform: trtllm-gen on sm_10x, XQA on sm_90 (from 0.25) and sm_12x
+    (from 0.28)."""
+    from vllm.utils.flashinfer import supports_trtllm_attention
+
+    if "is_prefill" in inspect.signature(supports_trtllm_attention).parameters:
+        return bool(supports_trtllm_attention(is_prefill=False))
+    return bool(supports_trtllm_attention())
+
+
+def verifies_natively(backend: Any) -> bool:
+    """Whether vLLM itself plans several tokens per request on FlashInfer's FA2 (0.33, below sm_90)."""
+    ask = getattr(backend, "_use_fa2_native_decode", None)
+    return ask is not None and bool(ask())
+
+
+def kv_cache_layout(builder: Any, backend: Any) -> str:
+    """``NHD`` or ``HND``. Not before the KV cache is laid out: from 0.29 the builder resolves it then."""
+    to_string = getattr(backend, "get_flashinfer_layout_string", None)
+    layout: str = to_string(builder.kv_cache_layout) if to_string else backend.get_kv_cache_layout()
+    return layout
+
+
+def page_indices(builder: Any) -> Any:
+    """The builder's page indices on the device: half of a pair of buffers, from 0.29 a tensor."""
+    buffer = builder.paged_kv_indices
+    return getattr(buffer, "gpu", buffer)
+
+
+def query_dtypes(builder: Any) -> dict[str, Any]:
+    """The builder's query dtypes, named as the metadata's: one for all, from 0.25 one a phase."""
+    names = ("q_data_type", "q_data_type_prefill", "q_data_type_decode")
+    return {name: getattr(builder, name) for name in names if hasattr(builder, name)}
+
+
+def decode_query_dtype_name(builder: Any) -> str:
+    """Name of the attribute that decodes follow."""
+    return "q_data_type_decode" if hasattr(builder, "q_data_type_decode") else "q_data_type"
+
+
+def key_and_value(kv_cache: Any) -> tuple[Any, Any]:
+    """What ``wrapper.run`` gets as its cache: a pair, before 0.26 one tensor ``[pages, 2, ...]``."""
+    key, value = kv_cache if isinstance(kv_cache, tuple) else kv_cache.unbind(dim=1)
+    return key, value
+
+
+def host_lengths(common: Any) -> Any:
+    """Exact lengths that the runner left on the host, or None (from 0.30 there is no place for them)."""
+    return getattr(common, "_seq_lens_cpu", None)
+
+
+def with_host_lengths(common: Any, exact: Any, **changes: Any) -> Any:
+    """``common`` with ``changes``, and with lengths that ``build()`` reads without waiting for the device.
+
+    Up to 0.29 the metadata caches a host copy. Later releases call ``seq_lens.cpu()``, which returns a tensor
+    that is on the host already; of a batch of native prefills nothing else reads ``seq_lens``.
+    """
+    fields = {field.name for field in dataclasses.fields(common)}
+    caches = ("_num_computed_tokens_cpu", "_num_computed_tokens_cache", "_token_to_req_indices_cache")
+    changes |= dict.fromkeys(caches)  # of the whole batch
+    if "_seq_lens_cpu" in fields:
+        changes["_seq_lens_cpu"] = exact
+    elif exact is not None:
+        changes["seq_lens"] = exact
+    return common.replace(**{name: value for name, value in changes.items() if name in fields})
+
+
+def max_decode_rows(vllm_config: Any) -> int:
+    """Rows of the longest decode with speculation: the token to verify from and its drafts, which parallel
+    drafting doubles (``_init_reorder_batch_threshold``)."""
+    from vllm.v1.attention import backend
+
+    if hasattr(backend, "max_decode_query_len"):  # from 0.31; knows which runner doubles them
+        return int(backend.max_decode_query_len(vllm_config))
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.num_speculative_tokens:
+        return 1
+    drafts: int = speculative.num_speculative_tokens
+    return 1 + (2 * drafts if speculative.parallel_drafting else drafts)
+
+
+def layers_have_sinks(vllm_config: Any, backend: Any) -> bool:
+    """Whether a layer of the model on this backend has attention sinks."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    impls = [getattr(layer, "impl", None) for layer in layers]
+    return any(
+        isinstance(impl, backend.FlashInferImpl) and getattr(impl, "sinks", None) is not None
+        for impl in impls
+    )

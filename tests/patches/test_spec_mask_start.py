@@ -1,0 +1,178 @@
+"""Route spec_mask before the first request: modules, workspace, and the memory that builds copy from."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_specpatch.kernels import build, spec_mask
+from vllm_specpatch.patches import routes, spec_mask_route
+
+
+class Plan:
+    """As large as the kernels' plan is in the dimension that matters here."""
+
+    def __init__(self, module, **shape):
+        import torch
+
+        rows = shape["max_rows"]
+        self.shape, self.partial_o, self.partial_lse = shape, torch.empty(rows, 4, 128), torch.empty(rows, 4)
+
+    def update(self, seq_lens, query_start_loc):
+        pass
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """Specs in the order in which their modules were asked for; nothing is compiled."""
+    specs = []
+
+    def load(spec, before_build=None):
+        specs.append(spec)
+        return SimpleNamespace(spec=spec)
+
+    monkeypatch.setattr(spec_mask_route, "module_is_within_reach", lambda: True)
+    monkeypatch.setattr(spec_mask, "load", load)
+    monkeypatch.setattr(spec_mask, "Plan", Plan)
+    monkeypatch.setattr(routes, "AUTO", ("spec_mask",))
+    return specs
+
+
+def asked_first(made, change):
+    """A bench whose configuration the gate has seen before any builder of it exists, as on the V1 runner.
+    ``change(config)`` comes before."""
+    probe = made(k=3)
+    said = []
+
+    def ask(config):
+        # The layers exist by then: a model is loaded before graphs are thought of.
+        config.compilation_config.static_forward_context.update(
+            probe.config.compilation_config.static_forward_context
+        )
+        change(config)
+        with probe.current(config):
+            said.append(type(probe.builder).get_cudagraph_support(config, probe.spec).name)
+        config.compilation_config.static_forward_context.clear()
+
+    bench = made(k=3, change=ask)
+    return bench, said[0]
+
+
+def test_modules_are_loaded_before_graphs_are_promised(any_route_bench, loaded):
+    at_gate = []
+
+    def change(config):
+        loaded.clear()
+
+    bench, support = asked_first(any_route_bench, change)
+    at_gate = loaded[:1]
+    assert support == "UNIFORM_BATCH" and bench.builder.specpatch_route.name == "spec_mask"
+    # The builder asked for the very module that the gate had loaded: nothing is left to fail.
+    assert at_gate and set(loaded) == set(at_gate)
+
+
+def test_a_module_that_does_not_compile_leaves_stock_whoever_asks_first(any_route_bench, loaded, monkeypatch):
+    def change(config):
+        def broken(spec, before_build=None):
+            raise build.BuildError("did not compile")
+
+        monkeypatch.setattr(spec_mask, "load", broken)
+
+    bench, support = asked_first(any_route_bench, change)
+    assert support == "UNIFORM_SINGLE_TOKEN_DECODE"
+    assert (bench.support(), bench.builder.reorder_batch_threshold) == ("UNIFORM_SINGLE_TOKEN_DECODE", 1)
+    assert bench.builder.specpatch_route is None
+    again = any_route_bench(k=3)  # the V2 runner makes the builder first
+    assert (again.support(), again.builder.reorder_batch_threshold) == ("UNIFORM_SINGLE_TOKEN_DECODE", 1)
+
+
+def test_layers_that_the_kernels_do_not_do_are_found_before_the_promise(any_route_bench, loaded):
+    def change(config):
+        for layer in config.compilation_config.static_forward_context.values():
+            layer.impl.head_size = 96
+
+    _, support = asked_first(any_route_bench, change)
+    assert support == "UNIFORM_SINGLE_TOKEN_DECODE"
+
+
+def test_the_user_hears_of_a_build_and_of_the_workspace(any_route_bench, loaded, monkeypatch, caplog):
+    def load(spec, before_build):
+        before_build("building spec-mask module for sm_86")
+        return SimpleNamespace(spec=spec)
+
+    monkeypatch.setattr(spec_mask, "load", load)
+    lines = []
+    monkeypatch.setattr(spec_mask_route.log, "info", lambda text, *args: lines.append(text % args))
+    b = any_route_bench(k=3)
+    assert "building spec-mask module for sm_86" in lines
+    rows = b.config.scheduler_config.max_num_seqs * 4
+    mib = rows * 4 * (128 + 1) * 4 / 2**20
+    assert any(line.endswith(f"workspace {mib:.1f} MiB") for line in lines), lines
+
+
+def test_the_workspace_is_there_before_the_first_request(any_route_bench, loaded):
+    b = any_route_bench(k=3)
+    route = b.builder.specpatch_route
+    partial_o, _ = route._workspace
+    b.build([4] * 8, [30] * 8, capture=True)
+    captured, _ = b.build([4] * 8, [90] * 8)
+    other, _ = b.build([4, 2, 1], [30, 40, 50])
+    assert captured.decode.wrapper.plan.partial_o is partial_o
+    assert other.decode.wrapper.plan.partial_o is partial_o
+    assert captured.decode.wrapper.plan is not other.decode.wrapper.plan
+
+
+def test_more_requests_than_the_planner_takes_are_refused_before_the_promise(any_route_bench, loaded):
+    def change(config):
+        config.scheduler_config.max_num_seqs = spec_mask.MAX_REQUESTS + 1
+
+    _, support = asked_first(any_route_bench, change)
+    assert support == "UNIFORM_SINGLE_TOKEN_DECODE"
+
+
+def test_a_workspace_that_cannot_be_made_leaves_the_group_stock(any_route_bench, loaded, monkeypatch):
+    def too_large(module, **shape):
+        raise spec_mask.SpecMaskError("workspace: wanted fewer elements, found more; capture fewer requests")
+
+    monkeypatch.setattr(spec_mask, "Plan", too_large)
+    b = any_route_bench(k=3)
+    assert b.builder.specpatch_route is None and b.builder.reorder_batch_threshold == 1
+    assert b.support() == "UNIFORM_SINGLE_TOKEN_DECODE"
+
+
+class Event:
+    def __init__(self, log):
+        self._log = log
+
+    def record(self, stream):
+        self._log.append("record")
+
+    def synchronize(self):
+        self._log.append("wait")
+
+
+def test_a_build_waits_for_the_copies_of_the_one_before_it(any_route_bench, loaded, monkeypatch):
+    """Of two prefill batches in a row the second overwrote page-locked memory from which the first was still
+    to be copied: on an H200 an illegal memory access at batch 32, and none with CUDA_LAUNCH_BLOCKING=1."""
+    import torch
+
+    b = any_route_bench(k=3)
+    happened = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(happened))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    b.builder.specpatch_route._staging = spec_mask_route.Staging(torch.device("cuda"))
+    plan = type(b.builder)._compute_flashinfer_kv_metadata
+
+    def stock(*args, **kwargs):
+        happened.append("stock writes")
+        return plan(b.builder, *args, **kwargs)
+
+    monkeypatch.setattr(b.builder, "_compute_flashinfer_kv_metadata", stock)
+    b.build([4, 4], [20, 33], capture=True)
+    b.build([4, 4], [20, 33])
+    assert happened == []  # decodes alone write nothing that is copied later, and wait for nothing
+    b.build([100, 100], [100, 100])
+    b.build([4, 100], [50, 100])
+    b.build([4, 4], [20, 33])
+    b.build([4, 60], [51, 160])
+    first, then = ["stock writes", "record"], ["wait", "stock writes", "record"]
+    assert happened == first + then + then
