@@ -16,6 +16,7 @@ VLLM_DIGESTS: dict[str, dict[str, str]] = {
         "d67e092f2f5b9f04418577db70eb45f9893d31868787ee7e60c12935ae027fd7": "from vllm 0.29.0",
         "108fdbffd3ad1c0abb7302389acedda2416a9a31eb33d6412993ef88647257e2": "from vllm 0.30.0",
         "51b7b00fa4e08534f831154b71830535cbc07b707113068bb7e4cf7af58ca7a1": "from vllm 0.31.0",
+        "39ade253bf3ad83c381ad1957544bb65c049d093fc800eedc2e3769f441f71d3": "from vllm 0.32.0",
     },
     "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder.get_cudagraph_support": {
         "37297a7469881d3dba0fa8eee7865601707a2d3920b836dd52a8396b9a13c798": "from vllm 0.24.0",
@@ -25,6 +26,7 @@ VLLM_DIGESTS: dict[str, dict[str, str]] = {
         "16f2204af6c488772c83510b86192ea862e6608b05cbedc969c845d269eba9a4": "from vllm 0.28.0",
         "7d810b7d58fbf5d2a960d5142f657e0ee928735864eaeaf64153f9413d1e08fa": "from vllm 0.29.0",
         "1572bbdb14213bcbf1221a0c12806e2f598999cc6cd0a9921bd6e225e5975725": "from vllm 0.30.0",
+        "10ba8d5a7ce9b5912e81e984e0d7ac104552217f9bfc1987efab55814173f93f": "from vllm 0.32.0",
     },
     "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder.build": {
         "ca8b1dbec4fea28ea8588b456b04dd4acd2996ac7d4ce7298d520d3472d252c7": "from vllm 0.24.0",
@@ -34,12 +36,14 @@ VLLM_DIGESTS: dict[str, dict[str, str]] = {
         "f53c5cab209c00b974f9efdd6cb5a85b9bd9c7e2c7de24bae487d54bccfc8734": "from vllm 0.29.0",
         "338560e17e28700a5a26cd7277f04d6495c64f7ae1a4b57f05de9e5294726cb0": "from vllm 0.30.0",
         "5d85d630cdad5b2738829293eadc0b740e6f7f0d37fe7d414420b646afa562b9": "from vllm 0.31.0",
+        "7495c106b50a7ebf0ab11ee518f644730544b43854ba1c71267afe26366e0463": "from vllm 0.32.0",
     },
     "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder.get_q_data_type": {
         "absent": "from vllm 0.24.0",
         "d2c75b0477881ff7f7b9bcf810dc2d54df0a08bdbc4f747ba5d2ecddb428cfd0": "from vllm 0.25.0",
         "8f4a6c6471b0b768598213e5c17e8944279d898030510da3110b9326f354605c": "from vllm 0.28.0",
         "4e63e636ba19c2e8f523bdf54ed5fff3f99f30b7047a3e60ad19b2cbb29720fd": "from vllm 0.30.0",
+        "22533c2e96d181f92d332ea10e24be7351230d6d55d4f67e449b3af873c26baa": "from vllm 0.32.0",
     },
     "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder._get_workspace_buffer": {
         "b9a199303ff7dcd8da4dee8f0ce698e055fe84f104b63b51d4667e3871603ab5": "from vllm 0.24.0",
@@ -48,6 +52,7 @@ VLLM_DIGESTS: dict[str, dict[str, str]] = {
     "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder._get_decode_wrapper": {
         "637fbb897d9f154f9c259d113feaf64f1aec70dc0fddcbf9b9ebb801f49936a5": "from vllm 0.24.0",
         "994d30ee49fdd8b16880cac751578989ff04ab1b5a8077ba87de4e527c0647f6": "from vllm 0.29.0",
+        "f27a264b98d03a0a49b8550a8d37f6565009eb10032394f6317289695f0e95e6": "from vllm 0.32.0",
     },
     "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder._compute_flashinfer_kv_metadata": {
         "bd5bde29d8baa6dda60766a77cdbbcc4e5443700124eb3b00bf498157f866002": "from vllm 0.24.0",
@@ -67,6 +72,7 @@ VLLM_DIGESTS: dict[str, dict[str, str]] = {
         "17a1f736fc0a70f8e8bdd5fb09fb544abac7f4a6ebb34530d57e7081c1d37841": "from vllm 0.29.0",
         "246dedf39992b7ac94c585ebccf8708977644b62dd73a2b087bef6e5442cadf1": "from vllm 0.30.0",
         "78609a73947137efa8e498a728bf01229db783b67a5eaf64e07bd748fb0ba4df": "from vllm 0.31.0",
+        "47f7cf4d6a2b8131d7c1b527be2a60a13385bcce9d647a1f1c1ccad1090b3bff": "from vllm 0.32.0",
     },
     "vllm.v1.attention.backends.flashinfer:fast_plan_decode": {
         "dd074346481ef14becb2ba995a58e17ff72a202a7c3ddeb4688dd071f12c55d5": "from vllm 0.24.0",
