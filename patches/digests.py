@@ -17,6 +17,7 @@ VLLM_DIGESTS: dict[str, dict[str, str]] = {
         "108fdbffd3ad1c0abb7302389acedda2416a9a31eb33d6412993ef88647257e2": "from vllm 0.30.0",
         "51b7b00fa4e08534f831154b71830535cbc07b707113068bb7e4cf7af58ca7a1": "from vllm 0.31.0",
         "39ade253bf3ad83c381ad1957544bb65c049d093fc800eedc2e3769f441f71d3": "from vllm 0.32.0",
+        "1ba20f8cae385c395167fb15ff7aec396fa11a431bc26bb81ce0f838d2b2bafe": "from vllm 0.33.0",
     },
     "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder.get_cudagraph_support": {
         "37297a7469881d3dba0fa8eee7865601707a2d3920b836dd52a8396b9a13c798": "from vllm 0.24.0",
@@ -27,6 +28,7 @@ VLLM_DIGESTS: dict[str, dict[str, str]] = {
         "7d810b7d58fbf5d2a960d5142f657e0ee928735864eaeaf64153f9413d1e08fa": "from vllm 0.29.0",
         "1572bbdb14213bcbf1221a0c12806e2f598999cc6cd0a9921bd6e225e5975725": "from vllm 0.30.0",
         "10ba8d5a7ce9b5912e81e984e0d7ac104552217f9bfc1987efab55814173f93f": "from vllm 0.32.0",
+        "0cd22c09601d0d85e0eb856a42d3aa54b97a4c9dd3aa5926c56a29dae86eb935": "from vllm 0.33.0",
     },
     "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder.build": {
         "ca8b1dbec4fea28ea8588b456b04dd4acd2996ac7d4ce7298d520d3472d252c7": "from vllm 0.24.0",
@@ -37,6 +39,7 @@ VLLM_DIGESTS: dict[str, dict[str, str]] = {
         "338560e17e28700a5a26cd7277f04d6495c64f7ae1a4b57f05de9e5294726cb0": "from vllm 0.30.0",
         "5d85d630cdad5b2738829293eadc0b740e6f7f0d37fe7d414420b646afa562b9": "from vllm 0.31.0",
         "7495c106b50a7ebf0ab11ee518f644730544b43854ba1c71267afe26366e0463": "from vllm 0.32.0",
+        "4229c56e72feb8ae7892a72cafd097bbc3f2e5d8216c333edf61a3ffc260b496": "from vllm 0.33.0",
     },
     "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder.get_q_data_type": {
         "absent": "from vllm 0.24.0",
@@ -53,6 +56,7 @@ VLLM_DIGESTS: dict[str, dict[str, str]] = {
         "637fbb897d9f154f9c259d113feaf64f1aec70dc0fddcbf9b9ebb801f49936a5": "from vllm 0.24.0",
         "994d30ee49fdd8b16880cac751578989ff04ab1b5a8077ba87de4e527c0647f6": "from vllm 0.29.0",
         "f27a264b98d03a0a49b8550a8d37f6565009eb10032394f6317289695f0e95e6": "from vllm 0.32.0",
+        "a2b67ad2b781fff7515f3faee492dce2721656647f208c3e7be690b043d94eb2": "from vllm 0.33.0",
     },
     "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder._compute_flashinfer_kv_metadata": {
         "bd5bde29d8baa6dda60766a77cdbbcc4e5443700124eb3b00bf498157f866002": "from vllm 0.24.0",
@@ -73,14 +77,17 @@ VLLM_DIGESTS: dict[str, dict[str, str]] = {
         "246dedf39992b7ac94c585ebccf8708977644b62dd73a2b087bef6e5442cadf1": "from vllm 0.30.0",
         "78609a73947137efa8e498a728bf01229db783b67a5eaf64e07bd748fb0ba4df": "from vllm 0.31.0",
         "47f7cf4d6a2b8131d7c1b527be2a60a13385bcce9d647a1f1c1ccad1090b3bff": "from vllm 0.32.0",
+        "5ecd8c1f51ef37e8c7eb10dd023d85d4903cf8599010a12513407264a4809af6": "from vllm 0.33.0",
     },
     "vllm.v1.attention.backends.flashinfer:fast_plan_decode": {
         "dd074346481ef14becb2ba995a58e17ff72a202a7c3ddeb4688dd071f12c55d5": "from vllm 0.24.0",
         "c7e6076b13bbc3c8ac19078e351e2d6293c65fb9215d20fce480160a02bbfa79": "from vllm 0.30.0",
         "da92aaf1826b0dc76324cc75fcd7c5f04f267f39f740eb43bb53a9a258e5e439": "from vllm 0.31.0",
+        "b8a2828c7232318346b3add750d604cace75d6ec497767bb9946dbc2cd73151f": "from vllm 0.33.0",
     },
     "vllm.v1.attention.backends.flashinfer:_use_fa2_native_decode": {
         "absent": "from vllm 0.24.0",
+        "a0bb04ee979e71eb8cff7ec95dfacbdbaba1490631cc7cdec7286487a0117b8a": "from vllm 0.33.0",
     },
     "vllm.v1.attention.backend:AttentionMetadataBuilder._init_reorder_batch_threshold": {
         "5576b794ff347c8626f5c8a49bc3abcc5761c968b6dd29feec646f94338dfbea": "from vllm 0.24.0",
@@ -116,25 +123,31 @@ FLASHINFER_DECODE_DIGESTS: dict[str, dict[str, str]] = {
     "flashinfer.decode:BatchDecodeWithPagedKVCacheWrapper.__init__": {
         "1cad649cd300ae3b1ae729c53c0b8e8310bdf5a42e58f966d59fb9d470f177f2": "from flashinfer 0.6.16",
         "19914c888af5c3e34a9e5adf8d33a47351066a30087ce3a048e41a5d7f79ce2f": "from flashinfer 0.7.0.post1",
+        "cad118d89d5ef1982f22ecfab1e56213241a2f461ad20a663e9430c966f31aed": "from flashinfer 0.7.2.post1",
     },
     "flashinfer.decode:BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer": {
         "c12411d081d52b08e0883e070ec5ba1d50e9db563755d82dfe063c4791454105": "from flashinfer 0.6.16",
+        "c4fb3fdfde7027e80693cb37e0489d5d4c489c54b0a1694662fe8fb318cfc902": "from flashinfer 0.7.2.post1",
     },
     "flashinfer.decode:BatchDecodeWithPagedKVCacheWrapper.workspace_size": {
         "bdded681f1146441b09dd26d9c598325b3f1c3d71c0b061c4d2985e13364bafe": "from flashinfer 0.6.16",
         "ecf4298a2ba727cfedc8f769acc8fb346351883c71ede829b23a2e4e12f242f6": "from flashinfer 0.7.0.post1",
+        "1cb2e033be903971fe06f004958cee2e1a0c6c5529a8ca0ed57e75d39e607f67": "from flashinfer 0.7.2.post1",
     },
     "flashinfer.decode:BatchDecodeWithPagedKVCacheWrapper._plan_impl": {
         "47aba3baa4fe64e98fdc5644abc4541371c810ffa7c7f1a9718176df0563d527": "from flashinfer 0.6.16",
         "0784890d12613ce8df3b37cbbdde59e9b70f1f807cb5bbecf1774321a44ce1c1": "from flashinfer 0.7.0.post1",
+        "11c35094022c776cfa0643deac69e03ace2b40fd95e0a9277993e477be822556": "from flashinfer 0.7.2.post1",
     },
     "flashinfer.decode:BatchDecodeWithPagedKVCacheWrapper.run": {
         "d9e24d2ad1c1ebbe31c7399babc7708d6b79779635a99ebde0bd7ef58ffe0df0": "from flashinfer 0.6.16",
         "e1d6e464095406a61111b210266b47f6d4ddd6863693ddf4db373fff6a5466c4": "from flashinfer 0.6.18",
         "db411070f62de5f39988eacd24b45d76f5f52032feea9af6d4ca56bf09b729a3": "from flashinfer 0.7.0.post1",
+        "28230dda4c97195a5a50512872e2da04374decb4f6c10106aa92414b135a8902": "from flashinfer 0.7.2.post1",
     },
     "flashinfer.decode:fast_decode_plan": {
         "d49cc126d6b6040eec373798860a3753129924b4ddcb0a14ddb96db71331a10d": "from flashinfer 0.6.16",
         "3b65a423ddf8b1d75f5931668eb2ec26cab67c9c90fdb4826e19c3a5feebd59f": "from flashinfer 0.7.0.post1",
+        "5b93eaf472645caab8180b3461fce2974467abf4fe4fe306b8a1b2f41574e0bb": "from flashinfer 0.7.2.post1",
     },
 }

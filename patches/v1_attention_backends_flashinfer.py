@@ -426,7 +426,7 @@ def edits(module: ModuleType, context: Context) -> list[Edit]:
 PATCH = Patch(
     name="flashinfer-spec-decode",
     target="vllm.v1.attention.backends.flashinfer",
-    versions={"vllm": ">=0.24.0,<=0.32.0", "flashinfer-python": ">=0.6.12,<=0.7.0.post1"},
+    versions={"vllm": ">=0.24.0,<=0.33.0", "flashinfer-python": ">=0.6.12,<=0.7.2.post1"},
     digests=VLLM_DIGESTS,
     edits=edits,
     summary=__doc__ or "",
