@@ -10,8 +10,8 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 ALLOWED = {
     "vllm_specpatch": {
         "vllm_specpatch." + m
-        for m in "bootstrap checklog cli doctor errors exit_codes fingerprint gate hooks ledger patch "
-        "settings".split()
+        for m in "bench bench_probe bench_run bootstrap chart checklog cli doctor errors exit_codes "
+        "fingerprint gate hooks ledger patch predict selftest selftest_gpu selftest_planner settings".split()
     }
     | {"vllm_specpatch"},
     # Data, verdicts and exceptions of the engine; never hooks or the ledger.

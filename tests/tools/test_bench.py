@@ -1,0 +1,677 @@
+"""bench without a GPU: what children are asked (against real vLLM), how they measure, and what is made of
+it."""
+
+import ast
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+import time
+import types
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_specpatch import bench, bench_probe, bench_run, chart, cli
+
+RELEASES = pathlib.Path(__file__).parent.parent / "upstream" / "releases.py"
+
+
+def arguments(*more):
+    return cli.parser().parse_args(["bench", "--model", "dummy", *more])
+
+
+def planned(tmp_path, *more):
+    return bench.plan(arguments(*more), tmp_path)
+
+
+# -- what is asked -------------------------------------------------------------------------------------
+
+
+def test_the_dummy_model_is_a_configuration_of_real_vllm(python, tmp_path):
+    [(_, asked)] = planned(tmp_path, "--backends", "patched", "--batch", "1,8", "--kv-cache-dtype", "fp8")
+    found = python(f"""
+        import json
+        from vllm_specpatch.patches import simulated_gpu
+        simulated_gpu.install(8, 6)
+        from vllm.engine.arg_utils import EngineArgs
+        config = EngineArgs(**json.loads({json.dumps(asked["engine"])!r})).create_engine_config()
+        print(json.dumps({{
+            "backend": config.attention_config.backend.name,
+            "k": config.speculative_config.num_speculative_tokens,
+            "method": config.speculative_config.method,
+            "sizes": config.compilation_config.cudagraph_capture_sizes,
+            "prefix": config.cache_config.enable_prefix_caching,
+            "kv": config.cache_config.cache_dtype,
+            "heads": config.model_config.get_num_attention_heads(config.parallel_config),
+            "length": config.model_config.max_model_len,
+        }}))
+    """)
+    longest = bench_run.SHORT + 8 * bench_probe.steps_needed() * 5 // 4
+    assert found == {
+        "backend": "FLASHINFER",
+        "k": 7,
+        "method": "eagle",
+        "sizes": [8, 16, 32, 64],
+        "prefix": False,
+        "kv": "fp8",
+        "heads": 32,
+        "length": 8192 + longest + 16,
+    }
+
+
+def releases():
+    spec = importlib.util.spec_from_file_location("bench_releases", RELEASES)
+    module = sys.modules["bench_releases"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("release", releases().table())
+def test_every_release_knows_the_arguments(tmp_path, release):
+    table = releases()
+    try:
+        folder = table.unpacked("vllm", release)
+    except table.Unreachable as e:
+        pytest.skip(str(e))
+    source = ast.parse((folder / "vllm" / "engine" / "arg_utils.py").read_text())
+    [fields] = [node for node in source.body if getattr(node, "name", "") == "EngineArgs"]
+    known = {node.target.id for node in fields.body if isinstance(node, ast.AnnAssign)}
+    asked = planned(tmp_path, "--tensor-parallel-size", "2", "--gpu-memory-utilization", "0.5")
+    assert {name for _, one in asked for name in one["engine"]} <= known
+    # The ways into the worker and out of it.
+    engine = (folder / "vllm" / "v1" / "engine" / "llm_engine.py").read_text()
+    assert "def collective_rpc" in engine
+    for runner in ("gpu_model_runner.py", "gpu/model_runner.py"):
+        text = (folder / "vllm" / "v1" / "worker" / runner).read_text()
+        assert "def execute_model" in text and ("self.drafter" in text or "self.speculator" in text)
+        assert "self.attn_groups" in text
+    assert "metadata_builders: list" in (folder / "vllm" / "v1" / "worker" / "utils.py").read_text()
+
+
+def test_each_variant_gets_its_own_backend_and_environment(tmp_path):
+    asked = planned(
+        tmp_path, "--backends", "stock,native,flash_attn", "--flash-attn-version", "2", "--batch", "4"
+    )
+    seen = [(v.name, v.environment(), one["engine"]["attention_config"], one["route"]) for v, one in asked]
+    assert seen == [
+        ("stock", {"VLLM_SPECPATCH": "0"}, {"backend": "FLASHINFER"}, None),
+        (
+            "native",
+            {"VLLM_SPECPATCH": "on", "VLLM_SPECPATCH_ROUTE": "native"},
+            {"backend": "FLASHINFER"},
+            "native",
+        ),
+        ("flash_attn", {"VLLM_SPECPATCH": "0"}, {"backend": "FLASH_ATTN", "flash_attn_version": 2}, None),
+    ]
+
+
+def test_a_users_own_arguments_win(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "engine.json").write_text('{"max_model_len": 4096, "attention_config": {"backend": "X"}}')
+    options = cli.parser().parse_args(
+        [
+            "bench",
+            "--model",
+            "org/name",
+            "--speculative-config",
+            '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 3}',
+            "--engine",
+            "@engine.json",
+            "--backends",
+            "stock",
+        ]
+    )
+    [(_, one)] = bench.plan(options, tmp_path)
+    assert one["k"] == 3 and one["engine"]["max_model_len"] == 4096 and one["engine"]["model"] == "org/name"
+    assert one["engine"]["speculative_config"]["model"] == str(tmp_path / "draft")
+    assert one["engine"]["attention_config"]["backend"] == "X"
+    assert "load_format" not in one["engine"] and "compilation_config" not in one["engine"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--backends", "stock,fast"], "--backends: wanted some of stock, patched"),
+        (["--batch", "1,x"], "--batch: wanted whole numbers from 1"),
+        (["--context", "0"], "--context: wanted whole numbers from 1"),
+        (["--engine", "{"], "--engine: wanted a JSON object or @FILE"),
+        (["--engine", "@missing.json"], "--engine: wanted a JSON object or @FILE"),
+        (["--speculative-config", "[1]"], "--speculative-config: wanted a JSON object, found list"),
+        (
+            ["--speculative-config", '{"num_speculative_tokens": "x"}'],
+            "wanted a whole num_speculative_tokens",
+        ),
+        (["--repeats", "0"], "--repeats: wanted at least 1"),
+        (["--text", "missing.txt"], "--text: wanted a text file"),
+        (["--text", __file__], "has no tokenizer"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, capsys, options, said):
+    assert cli.main(["bench", "--model", "dummy", "--out-folder", str(tmp_path / "out"), *options]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("vllm-specpatch bench: ") and said in line
+
+
+def test_no_gpu_is_said_in_one_line(clean_environment, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "vllm_specpatch.cli", "bench", "--model", "dummy"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=clean_environment(CUDA_VISIBLE_DEVICES=""),
+    )
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(
+        "vllm-specpatch bench: no CUDA GPU"
+    )
+    report = json.loads((tmp_path / "specpatch-bench" / "bench.json").read_text())
+    assert report["compared"] is False and "no CUDA GPU" in report["trouble"]
+
+
+# -- a worker of ours under the real probe -------------------------------------------------------------
+
+
+class BaseBuilder:
+    def build(self):
+        time.sleep(0.001)
+
+
+class Builder(BaseBuilder):
+    def build(self):
+        super().build()
+        return "built"
+
+
+Builder.__module__ = "vllm.v1.attention.backends.flashinfer"
+
+
+class Speculator:
+    def __init__(self):
+        self.decode_cudagraph_manager = types.SimpleNamespace(graphs={1: 0, 2: 0})
+
+    def propose(self):
+        return "drafts"
+
+
+class Runner:
+    """A V2 runner as the probe sees it: two builds and one proposal a step."""
+
+    def __init__(self):
+        self.builder, self.speculator = Builder(), Speculator()
+        self.attn_groups = [[types.SimpleNamespace(metadata_builders=[self.builder])]]
+        self.cudagraph_manager = types.SimpleNamespace(graphs={1: 0})
+
+    def execute_model(self, scheduler_output, intermediate_tensors=None):
+        assert self.builder.build() == "built" and self.builder.build() == "built"
+        return self.speculator.propose()
+
+
+Runner.__module__ = "vllm.v1.worker.gpu.model_runner"
+
+
+class Output:
+    def __init__(self, ids):
+        self.outputs = [types.SimpleNamespace(token_ids=ids)]
+
+
+class FakeLLM:
+    """Schedules like vLLM does: a prefill step per request, then ``accepted`` tokens a step and request."""
+
+    accepted = 2
+
+    def __init__(self, **engine):
+        self.k = engine.get("speculative_config", {}).get("num_speculative_tokens", 0)
+        self.worker = types.SimpleNamespace(model_runner=Runner())
+        self.llm_engine = self
+        self.model_config = types.SimpleNamespace(get_vocab_size=lambda: 1000)
+        mode = types.SimpleNamespace(name="FULL_AND_PIECEWISE")
+        self.vllm_config = types.SimpleNamespace(
+            compilation_config=types.SimpleNamespace(cudagraph_mode=mode),
+            speculative_config=types.SimpleNamespace(num_speculative_tokens=self.k),
+        )
+
+    def collective_rpc(self, function, args=()):
+        return [function(self.worker, *args)]
+
+    def step(self, scheduled, fresh=()):
+        requests = [types.SimpleNamespace(req_id=name) for name in fresh]
+        output = types.SimpleNamespace(num_scheduled_tokens=scheduled, scheduled_new_reqs=requests)
+        self.worker.model_runner.execute_model(output, None)
+
+    def generate(self, prompts, sampling, use_tqdm):
+        made = dict.fromkeys(range(len(prompts)), 0)
+        for i, prompt in enumerate(prompts):
+            self.step({i: len(prompt["prompt_token_ids"])}, fresh=[i])
+            made[i] = 1
+        self.step({})  # vLLM runs steps without work, too
+        while left := [i for i, n in made.items() if n < sampling.max_tokens]:
+            self.step(dict.fromkeys(left, 1 + self.k))
+            for i in left:
+                made[i] = min(made[i] + self.accepted, sampling.max_tokens)
+        return [
+            Output([(sum(p["prompt_token_ids"]) + n) % 97 for n in range(sampling.max_tokens)])
+            for p in prompts
+        ]
+
+
+DECIDED = {
+    "state": "applied",
+    "reason": "FULL CUDA graphs",
+    "wanted": "",
+    "found": "",
+    "next_step": "",
+    "route": "native",
+}
+
+
+def status(*decisions, **verdict):
+    plain = {"state": "applied", "reason": "8 wrapped", "wanted": "", "found": "", "next_step": ""}
+    return {"patches": {"the-patch": {**plain, **verdict, "decisions": list(decisions)}}}
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch):
+    torch = pytest.importorskip("torch")
+    module = types.ModuleType("vllm")
+    module.__version__, module.LLM = "0.0", FakeLLM
+    module.SamplingParams = types.SimpleNamespace
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Fake GPU")
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    monkeypatch.setattr(bench_probe, "activities", lambda host: cpu)
+    import vllm_specpatch
+
+    monkeypatch.setattr(vllm_specpatch, "status", lambda: status(DECIDED))
+    return FakeLLM
+
+
+def asked_for(tmp_path, **changes):
+    [(_, one)] = planned(
+        tmp_path, "--backends", "patched", "--batch", "1,3", "--context", "20", "--out", "40"
+    )
+    return {**one, **changes}
+
+
+def test_a_child_measures_what_happened(fake_vllm, tmp_path, capsys):
+    result = bench_run.measure(asked_for(tmp_path))
+    assert result["gpu"] == "Fake GPU" and result["runner"] == 2 and result["route"] == "native"
+    assert result["graphs"] == {"target": 1, "draft_decode": 2}
+    assert list(result["cells"]) == ["ctx20_bs1", "ctx20_bs3"]
+    for name, cell in result["cells"].items():
+        # 41 tokens after the first, two a step, less the one step of the short generation.
+        assert cell["steps"] == 20
+        assert cell["tokens_per_step"] == 2 and cell["acceptance"] == 0.1429
+        assert 2 <= cell["ms_per_step"] < 20  # two builds of a millisecond
+        assert cell["builds_per_step"] == 2 and 1000 <= cell["host_us_per_build"] < 5000
+        assert cell["repeatable"] and len(result["tokens"][name][0]) == 42
+        assert "profiler_error" not in cell
+        # No GPU here, so the drafter launched nothing; that it ran was seen.
+        assert cell["drafter"]["ran"] == "host"
+    progress = [line for line in capsys.readouterr().out.splitlines() if line.startswith("PROGRESS ")]
+    assert len(progress) == 3
+
+
+def test_the_probe_leaves_nothing_behind(fake_vllm, tmp_path):
+    before = Builder.build
+    bench_run.measure(asked_for(tmp_path))
+    assert Builder.build is before
+
+
+def test_a_broken_profiler_costs_its_numbers_and_nothing_else(fake_vllm, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_probe, "gpu_time", lambda events: 1 / 0)
+    cell = bench_run.measure(asked_for(tmp_path))["cells"]["ctx20_bs3"]
+    assert cell["profiler_error"].startswith("ZeroDivisionError") and cell["gpu_idle_share"] is None
+    assert cell["builds_per_step"] == 2 and cell["ms_per_step"] > 0
+
+
+def test_a_cache_that_is_too_small_is_noted(fake_vllm, tmp_path, monkeypatch):
+    run = FakeLLM.generate
+
+    def one_by_one(self, prompts, sampling, use_tqdm):
+        return [run(self, [prompt], sampling, use_tqdm)[0] for prompt in prompts]
+
+    monkeypatch.setattr(FakeLLM, "generate", one_by_one)
+    cell = bench_run.measure(asked_for(tmp_path, profile=False))["cells"]["ctx20_bs3"]
+    assert "never more than 1 of 3 requests" in cell["note"]
+
+
+def test_text_prompts_are_pieces_of_the_text(fake_vllm, tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("abcdefghij")
+    monkeypatch.setattr(
+        FakeLLM,
+        "get_tokenizer",
+        lambda self: types.SimpleNamespace(encode=lambda t: [*map(ord, t)]),
+        raising=False,
+    )
+    result = bench_run.measure(asked_for(tmp_path, text=str(tmp_path / "text.txt"), profile=False))
+    assert "cells" in result
+    assert bench_run.text_prompts([1, 2, 3, 4], 6, 2) == [[1, 2, 3, 4, 1, 2], [3, 4, 1, 2, 3, 4]]
+    (tmp_path / "text.txt").write_text("")
+    result = bench_run.measure(asked_for(tmp_path, text=str(tmp_path / "text.txt"), profile=False))
+    assert "has no tokens" in result["cannot"]
+
+
+def test_another_route_is_refused_before_anything_is_timed(fake_vllm, tmp_path):
+    result = bench_run.measure(asked_for(tmp_path, variant="spec_mask", route="spec_mask"))
+    assert "spec_mask wanted the route spec_mask; found native" in result["otherwise"]
+    assert "cells" not in result
+
+
+def rank(*decisions, backends=("flashinfer",), **verdict):
+    return {"backends": list(backends), "status": status(*decisions, **verdict)}
+
+
+REFUSED = {**DECIDED, "state": "refused", "reason": "the GPU is too old", "next_step": "buy one", "route": ""}
+FELL_BACK = {**DECIDED, "reason": "route native serves a group instead of spec_mask: no nvcc"}
+
+
+@pytest.mark.parametrize(
+    ("variant", "ranks", "mode", "said"),
+    [
+        ("stock", [rank(state="disabled", reason="off")], "PIECEWISE", None),
+        ("stock", [rank(DECIDED)], "FULL", "was asked for stock vLLM; found the patch applied, route native"),
+        ("stock", [rank(backends=["flash_attn"])], "FULL", "did not run on FLASHINFER; found"),
+        ("flash_attn", [rank(backends=["flash_attn", "gdn_attn"])], "FULL", None),
+        ("flash_attn", [rank(backends=["flash_attn", "flashinfer"])], "FULL", "did not run on FLASH_ATTN"),
+        ("flash_attn", [rank(backends=[])], "FULL", "found the attention backends none"),
+        ("patched", [rank(DECIDED), rank(DECIDED)], "FULL_AND_PIECEWISE", None),
+        (
+            "patched",
+            [rank(REFUSED)],
+            "PIECEWISE",
+            "ended as stock vLLM (refused: the GPU is too old; next step: ",
+        ),
+        ("patched", [rank(state="late", reason="imported before")], "PIECEWISE", "(late: imported before)"),
+        ("patched", [rank(DECIDED)], "PIECEWISE", "resolved cudagraph_mode to PIECEWISE; wanted FULL"),
+        ("native", [rank(DECIDED)], "FULL", None),
+        (
+            "spec_mask",
+            [rank({**DECIDED, "route": "spec_mask"}, FELL_BACK)],
+            "FULL",
+            "found native, spec_mask (route",
+        ),
+    ],
+)
+def test_a_variant_is_only_what_it_was_asked_to_be(variant, ranks, mode, said):
+    asked = bench.VARIANTS[variant]
+    request = {"variant": variant, "backend": asked.backend, "route": asked.route, "k": 7}
+    found = bench_run.ended_otherwise(request, ranks, mode)
+    assert found is None if said is None else said in found and "\n" not in found
+
+
+# -- traces --------------------------------------------------------------------------------------------
+
+SPANS = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 30)), min_size=1, max_size=20)
+
+
+@given(SPANS)
+def test_busy_time_is_the_union_of_all_kernels(spans):
+    events = [{"cat": "kernel", "ts": float(at), "dur": float(n)} for at, n in spans]
+    noise = [{"cat": "cpu_op", "ts": 0.0, "dur": 1e6}]
+    found = bench_probe.gpu_time(noise + events)
+    covered = {tick for at, n in spans for tick in range(at, at + n)}
+    assert found["busy_us"] == len(covered)
+    assert found["span_us"] == max(at + n for at, n in spans) - min(at for at, _ in spans)
+
+
+def launch(name, at, correlation):
+    return {"cat": "cuda_runtime", "name": name, "ts": at, "dur": 1, "args": {"correlation": correlation}}
+
+
+def kernel(correlation):
+    return {"cat": "kernel", "name": "k", "ts": 0, "dur": 1, "args": {"correlation": correlation}}
+
+
+def test_the_drafters_launches_are_told_from_the_targets():
+    events = [
+        {"cat": "user_annotation", "name": bench_probe.DRAFT, "ts": 100, "dur": 50},
+        {"cat": "user_annotation", "name": bench_probe.DRAFT, "ts": 300, "dur": 50},
+        {"cat": "gpu_user_annotation", "name": bench_probe.DRAFT, "ts": 0, "dur": 1000},
+        launch("cudaGraphLaunch", 10, 1),  # the target's
+        launch("cudaGraphLaunch", 110, 2),
+        launch("cudaLaunchKernelExC", 120, 3),
+        launch("cuLaunchKernel", 310, 4),
+        launch("cudaMemcpyAsync", 130, 5),
+        *(kernel(c) for c in (1, 1, 2, 2, 2, 3, 4)),
+    ]
+    assert bench_probe.draft_launches(events) == {
+        "proposals": 2,
+        "graph_launches": 1,
+        "kernel_launches": 2,
+        "graph_kernels": 3,
+        "eager_kernels": 2,
+    }
+
+
+@pytest.mark.parametrize(("graph", "eager", "ran"), [(9, 3, "graph"), (1, 9, "eager"), (0, 0, "host")])
+def test_where_the_drafter_ran(graph, eager, ran):
+    draft = {
+        "steps": 2,
+        "proposals": 2,
+        "graph_launches": 2,
+        "kernel_launches": 4,
+        "graph_kernels": graph,
+        "eager_kernels": eager,
+    }
+    found = bench_run.window_numbers({"draft": draft, "gpu": {"steps": 1, "span_us": 10.0, "busy_us": 4.0}})
+    assert found["drafter"]["ran"] == ran and found["drafter"]["graph_launches"] == 1
+    assert found["gpu_idle_share"] == 0.6 and found["host_us_per_build"] is None
+
+
+def test_a_real_profiler_trace_is_understood():
+    torch = pytest.importorskip("torch")
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function(bench_probe.DRAFT):
+        torch.ones(4).sum()
+    found = bench_probe.draft_launches(bench_probe.trace_events(profiler))
+    assert found["proposals"] == 1 and found["graph_launches"] == 0
+
+
+# -- children ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def child(tmp_path, monkeypatch):
+    """Runs given code as the child's module."""
+
+    def run(code, timeout=60.0, **environment):
+        (tmp_path / "childish.py").write_text("import json, os, sys\n" + textwrap.dedent(code))
+        monkeypatch.setattr(bench, "CHILD", "childish")
+        seen = []
+        result = bench.run_child(
+            {"a": 1},
+            {"PYTHONPATH": str(tmp_path), **environment},
+            tmp_path / "child.log",
+            timeout=timeout,
+            progress=seen.append,
+        )
+        return result, seen
+
+    return run
+
+
+def test_a_childs_lines_are_sorted(child, tmp_path):
+    result, seen = child(
+        """
+        print("INFO vLLM talks")
+        print("PROGRESS " + json.dumps({"cell": 1}))
+        print("to stderr", file=sys.stderr)
+        print("RESULT " + json.dumps([json.loads(sys.argv[1]), os.environ["VLLM_SPECPATCH"]]))
+        """,
+        VLLM_SPECPATCH="0",
+    )
+    assert result == [{"a": 1}, "0"] and seen == [{"cell": 1}]
+    assert "vLLM talks" in (tmp_path / "child.log").read_text()
+
+
+def test_a_child_that_dies_is_one_line(child):
+    with pytest.raises(bench.ChildFailed, match=r"^ValueError: no memory; see .*child\.log$"):
+        child("raise ValueError('no memory')")
+
+
+def test_a_child_that_hangs_leaves_no_process(child, tmp_path):
+    with pytest.raises(bench.ChildFailed, match="no result after 3 s"):
+        child(
+            f"""
+            import subprocess, time
+            worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+            open({str(tmp_path / "pid")!r}, "w").write(str(worker.pid))
+            time.sleep(60)
+            """,
+            timeout=3.0,
+        )
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(100):  # a killed process stays until its parent, now init, has noticed
+        if not alive(pid):
+            return
+        time.sleep(0.05)
+    pytest.fail("the worker is still running")
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = pathlib.Path(f"/proc/{pid}/stat")
+    return not (state.exists() and state.read_text().split(")")[-1].split()[0] == "Z")
+
+
+# -- the comparison ------------------------------------------------------------------------------------
+
+
+def result(name, ms, tokens, route="stock", spread=0.1, **cell):
+    numbers = {
+        "ms_per_step": ms,
+        "spread_ms": spread,
+        "tokens_per_s": 100.0,
+        "steps": 10,
+        "tokens_per_step": 1.5,
+        "acceptance": 0.1,
+        "repeatable": True,
+        "gpu_idle_share": 0.25,
+        "host_us_per_build": 120.0,
+        "drafter": {"ran": "graph", "graph_launches": 7.0, "kernel_launches": 3.0},
+        **cell,
+    }
+    return {
+        "variant": name,
+        "route": route,
+        "gpu": "Fake GPU",
+        "ranks": 1,
+        "runner": 2,
+        "backends": ["flashinfer"],
+        "versions": {"vllm": "0.0", "torch": "0.1"},
+        "cudagraph_mode": "FULL",
+        "graphs": {"target": 3},
+        "cells": {"ctx1024_bs8": numbers},
+        "tokens": {"ctx1024_bs8": tokens},
+    }
+
+
+def test_ratios_noise_and_tokens():
+    results = [
+        result("stock", 10.0, [[1, 2], [3, 4]]),
+        result("patched", 5.0, [[1, 2], [3, 5]], "native"),
+        result("flash_attn", 10.05, [[1, 2], [3, 4]]),
+    ]
+    bench.compare(results)
+    cells = [one["cells"]["ctx1024_bs8"] for one in results]
+    assert [cell["ratio"] for cell in cells] == [1.0, 0.5, 1.005]
+    assert [cell["noise"] for cell in cells] == [True, False, True]
+    assert [c["tokens_vs_first"] for c in cells] == ["equal", "1/2 differ, at 1", "equal"]
+    text = bench.render(results, 3)
+    assert "0.500 " in text and "1.005~" in text and "graph (7+3)" in text and "25%" in text
+    assert all(len(line) <= 115 for line in text.splitlines())
+    [panel] = bench.series_of(results)
+    assert panel.title == "context 1024"
+    assert panel.lines["patched (native)"] == [(8, 5.0, 0.1)]
+
+
+def test_a_cell_without_a_time_is_shown_with_its_reason():
+    broken = result("stock", 1.0, [[1]])
+    broken["cells"]["ctx1024_bs8"] = {"note": "no decode step can be told", "repeatable": True}
+    bench.compare([broken])
+    assert "no decode step can be told" in bench.render([broken], 1)
+    assert bench.series_of([broken]) == []
+
+
+def children(monkeypatch, answers):
+    monkeypatch.setattr(
+        bench, "run_child", lambda asked, *a, **k: json.loads(json.dumps(answers[asked["variant"]]))
+    )
+
+
+def test_the_whole_command(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    children(
+        monkeypatch,
+        {"stock": result("stock", 10.0, [[1]]), "patched": result("patched", 4.0, [[1]], "spec_mask")},
+    )
+    out = tmp_path / "out"
+    options = ["bench", "--model", "dummy", "--backends", "stock,patched", "--out-folder", str(out)]
+    assert cli.main(options) == 0
+    assert "0.400" in capsys.readouterr().out
+    text = (out / "bench.json").read_text()
+    report = json.loads(text)
+    assert report["compared"] and "secret" not in text
+    assert [r["cells"]["ctx1024_bs8"]["ratio"] for r in report["results"]] == [1.0, 0.4]
+    assert "tokens" not in report["results"][0]
+    ElementTree.parse(out / "bench.svg")
+    assert cli.main([*options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["compared"]
+
+
+def test_variants_on_other_routes_are_not_compared(monkeypatch, tmp_path, capsys):
+    children(
+        monkeypatch,
+        {
+            "stock": result("stock", 10.0, [[1]]),
+            "patched": {"otherwise": "patched ended as stock vLLM (why)"},
+        },
+    )
+    out = tmp_path / "out"
+    code = cli.main(["bench", "--model", "dummy", "--backends", "stock,patched", "--out-folder", str(out)])
+    assert code == 1
+    said = capsys.readouterr()
+    assert said.err.splitlines()[-1] == (
+        "vllm-specpatch bench: nothing is compared: patched ended as stock vLLM (why)"
+    )
+    assert said.out == "" and not (out / "bench.svg").exists()
+    report = json.loads((out / "bench.json").read_text())
+    assert not report["compared"] and "ratio" not in report["results"][0]["cells"]["ctx1024_bs8"]
+
+
+# -- the chart -----------------------------------------------------------------------------------------
+
+
+@given(st.floats(0.01, 1e6), st.integers(2, 9))
+def test_axis_steps_are_round_and_cover_the_range(top, ticks):
+    step = chart.nice_step(top, ticks)
+    digits = f"{step:.0e}"[0]
+    assert digits in "125" and top <= step * ticks * (1 + 1e-6) and step <= top / ticks * 2.5 * (1 + 1e-6)
+
+
+def test_a_chart_is_valid_and_shows_every_point():
+    panels = [
+        chart.Panel("context 1024", {"a<b": [(1, 5.0, 1.0), (8, 7.0, 0.0)], "c": [(1, 2.0, 0.0)]}),
+        chart.Panel("context 8192", {"a<b": [(1, 9.0, 0.5)]}),
+    ]
+    root = ElementTree.fromstring(chart.lines("t & u", panels, x="batch", y="ms", note="n"))
+    tips = [node.text for node in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert "a<b, context 1024, batch 8: 7" in tips and "t & u" in tips
+    assert sum("batch" in (tip or "") for tip in tips) == 4
+    # Higher times are further up, on one scale in both panels.
+    marks = [n for n in root.iter("{http://www.w3.org/2000/svg}circle") if len(n)]
+    heights = {n[0].text.rpartition(": ")[2]: float(n.get("cy")) for n in marks}
+    assert heights["9"] < heights["7"] < heights["5"]
+    ElementTree.fromstring(chart.lines("nothing", [], x="batch", y="ms"))

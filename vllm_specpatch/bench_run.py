@@ -1,0 +1,303 @@
+"""One variant of ``bench`` or of ``selftest``, measured in this process with vLLM's offline ``LLM`` class.
+
+Run as ``python -P -m vllm_specpatch.bench_run REQUEST``, REQUEST being JSON as :func:`request` of
+:mod:`vllm_specpatch.bench` makes it. Prints ``PROGRESS {...}`` lines and at the end one ``RESULT {...}``
+line, among whatever vLLM prints. The environment (VLLM_SPECPATCH and so on) is the parent's to set.
+
+How a step is timed: the batch generates ``out`` + 2 tokens, and 2 tokens; the difference is decoding alone.
+The best of ``repeats`` of each is taken, divided by the difference in the number of steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import bench_probe
+
+#: Tokens of the short generation, whose time is prefill and start-up.
+SHORT = 2
+WARM_UP = 8
+
+
+def say(kind: str, data: Mapping[str, Any]) -> None:
+    print(f"{kind} {json.dumps(data)}", flush=True)
+
+
+class Messages(logging.Handler):
+    """What vLLM logs in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+# -- did it end where it was asked to ----------------------------------------------------------------
+
+
+def applied_decisions(ranks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [
+        decision
+        for rank in ranks
+        for patch in rank["status"]["patches"].values()
+        for decision in patch["decisions"]
+        if decision["state"] == "applied" and decision.get("route")
+    ]
+
+
+def why_not_applied(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """The last verdict of the first patch that has one, as one phrase."""
+    for rank in ranks:
+        for patch in rank["status"]["patches"].values():
+            verdict = (patch["decisions"] or [patch])[-1]
+            parts = [f"{verdict['state']}: {verdict['reason']}"]
+            parts += [f"{key} {verdict[key]}" for key in ("wanted", "found") if verdict.get(key)]
+            parts += [f"next step: {verdict['next_step']}"] if verdict.get("next_step") else []
+            return "; ".join(parts)
+    return "the package is not active in the engine's processes"
+
+
+def ended_otherwise(request: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], mode: str) -> str | None:
+    """Why this engine is not the variant that was asked for, in one line; None if it is.
+
+    ``ranks``: :func:`.bench_probe.describe` of each rank. ``mode``: vLLM's resolved cudagraph mode.
+    """
+    name, backend = request["variant"], request["backend"].lower()
+    backends = {found for rank in ranks for found in rank["backends"]}
+    others = {"flashinfer", "flash_attn"} - {backend}
+    if backend not in backends or backends & others:
+        found = ", ".join(sorted(backends)) or "none"
+        return f"{name} did not run on {request['backend']}; found the attention backends {found}"
+    applied = applied_decisions(ranks)
+    routes = sorted({decision["route"] for decision in applied})
+    if request["route"] is None:
+        if routes:
+            return f"{name} was asked for stock vLLM; found the patch applied, route {', '.join(routes)}"
+        return None
+    if not applied:
+        return f"{name} ended as stock vLLM ({why_not_applied(ranks)})"
+    if request["route"] != "auto" and routes != [request["route"]]:
+        reasons = [d["reason"] for d in applied if d["route"] != request["route"]]
+        return f"{name} wanted the route {request['route']}; found {', '.join(routes)} ({'; '.join(reasons)})"
+    if request["k"] and "FULL" not in mode:
+        return f"{name} applied, but vLLM resolved cudagraph_mode to {mode}; wanted FULL decode graphs"
+    return None
+
+
+# -- prompts -------------------------------------------------------------------------------------------
+
+
+def random_prompts(vocabulary: int, context: int, batch: int, rng: random.Random) -> list[list[int]]:
+    """Token ids from the middle of the vocabulary: special tokens sit at its ends."""
+    low, high = min(1000, vocabulary // 4), max(vocabulary * 3 // 4, vocabulary // 4 + 1)
+    return [[rng.randrange(low, high) for _ in range(context)] for _ in range(batch)]
+
+
+def text_prompts(tokens: Sequence[int], context: int, batch: int) -> list[list[int]]:
+    """Pieces of a text, each begun elsewhere so that requests differ; the text is repeated if it is short."""
+    step = max(1, len(tokens) // batch)
+    return [[tokens[(i * step + at) % len(tokens)] for at in range(context)] for i in range(batch)]
+
+
+# -- numbers -------------------------------------------------------------------------------------------
+
+
+def decoded(steps: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """(steps, decoding requests in all of them together)."""
+    return len(steps), sum(decoding for decoding, _ in steps)
+
+
+def cell_numbers(
+    short: Sequence[Mapping[str, Any]], long: Sequence[Mapping[str, Any]], batch: int, k: int
+) -> dict[str, Any]:
+    """Numbers of one cell from its runs, each ``{"seconds", "steps", "tokens"}``.
+
+    ``ms_per_step`` and ``tokens_per_s`` of the best long and the best short run; ``spread_ms``: how far the
+    long runs lie apart, per step; ``tokens_per_step``: per request, 1 + k if every draft is accepted.
+    """
+    best_short, best_long = (min(runs, key=lambda run: run["seconds"]) for runs in (short, long))
+    seconds = best_long["seconds"] - best_short["seconds"]
+    (steps_long, busy_long), (steps_short, busy_short) = (
+        decoded(run["steps"]) for run in (best_long, best_short)
+    )
+    steps, busy = steps_long - steps_short, busy_long - busy_short
+    tokens = best_long["tokens"] - best_short["tokens"]
+    if steps < 1 or busy < 1 or seconds <= 0:
+        return {"note": f"no decode step can be told from the prefill ({steps} steps, {seconds:.4f} s)"}
+    times = [run["seconds"] for run in long]
+    numbers: dict[str, Any] = {
+        "ms_per_step": round(seconds / steps * 1e3, 3),
+        "spread_ms": round((max(times) - min(times)) / steps * 1e3, 3),
+        "tokens_per_s": round(tokens / seconds, 1),
+        "steps": steps,
+        "tokens_per_step": round(tokens / busy, 3),
+        "acceptance": round((tokens / busy - 1) / k, 4) if k else None,
+    }
+    most = max((decoding for run in long for decoding, pure in run["steps"] if pure), default=0)
+    if most < batch:
+        numbers["note"] = (
+            f"never more than {most} of {batch} requests decoded together: the KV cache is too small"
+        )
+    return numbers
+
+
+def window_numbers(windows: Mapping[str, Any]) -> dict[str, Any]:
+    """Per step and per build, from :func:`.bench_probe.take_windows` of one rank; None where a window is
+    missing."""
+    builds, gpu, draft = (windows.get(name) for name in ("builds", "gpu", "draft"))
+    numbers: dict[str, Any] = {
+        "host_us_per_build": None,
+        "builds_per_step": None,
+        "gpu_idle_share": None,
+        "drafter": None,
+    }
+    if builds and builds["calls"]:
+        numbers["host_us_per_build"] = round(builds["seconds"] / builds["calls"] * 1e6, 1)
+        numbers["builds_per_step"] = round(builds["calls"] / builds["steps"], 2)
+    if gpu and gpu["span_us"]:
+        numbers["gpu_idle_share"] = round(1 - gpu["busy_us"] / gpu["span_us"], 3)
+    if draft and draft["proposals"]:
+        each = {
+            key: round(draft[key] / draft["proposals"], 1)
+            for key in ("graph_launches", "kernel_launches", "graph_kernels", "eager_kernels")
+        }
+        kernels = draft["graph_kernels"] + draft["eager_kernels"]
+        # A drafter in graphs still prepares its inputs with a few single kernels.
+        ran = "graph" if draft["graph_kernels"] * 2 > kernels else "eager" if kernels else "host"
+        numbers["drafter"] = {"ran": ran, **each}
+    if "error" in windows:
+        numbers["profiler_error"] = windows["error"]
+    return numbers
+
+
+# -- the measurement -----------------------------------------------------------------------------------
+
+
+class Bench:
+    """An engine and the generations made with it."""
+
+    def __init__(self, request: Mapping[str, Any], llm: Any) -> None:
+        self.request, self.llm = request, llm
+
+    def rpc(self, function: Any, *args: Any) -> list[Any]:
+        answers: list[Any] = self.llm.llm_engine.collective_rpc(function, args=args)
+        return answers
+
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, Any]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        started = time.perf_counter()
+        outputs = self.llm.generate(asked, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        ids = [list(output.outputs[0].token_ids) for output in outputs]
+        steps = self.rpc(bench_probe.take_steps)[0]
+        return {"seconds": seconds, "steps": steps, "tokens": sum(map(len, ids)), "ids": ids}
+
+    def cell(self, prompts: Sequence[Sequence[int]]) -> tuple[dict[str, Any], list[list[int]]]:
+        request, batch = self.request, len(prompts)
+        k, out, repeats = request["k"], request["out"], request["repeats"]
+        self.generate(prompts, WARM_UP)
+        short = [self.generate(prompts, SHORT) for _ in range(repeats)]
+        long = [self.generate(prompts, SHORT + out) for _ in range(repeats)]
+        numbers = cell_numbers(short, long, batch, k)
+        ids: list[list[int]] = long[-1]["ids"]
+        numbers["tokens_sha256"] = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
+        numbers["repeatable"] = all(run["ids"] == ids for run in long)
+        if request["profile"]:
+            self.rpc(bench_probe.arm, batch)
+            per_step = numbers.get("tokens_per_step", 1.0)
+            # A quarter more than the rate that was measured, and never more than the model's length leaves
+            # room for.
+            wanted = math.ceil(bench_probe.steps_needed() * max(per_step, 1.0) * 1.25)
+            self.generate(prompts, min(SHORT + wanted, request["profile_tokens"]))
+            numbers |= window_numbers(self.rpc(bench_probe.take_windows)[0])
+        return numbers, ids
+
+
+def measure(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The variant's result: ``cannot``, ``otherwise`` (each one line) or the measured ``cells`` and
+    ``tokens``."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"cannot": "no CUDA GPU is visible; run it on the machine that serves"}
+    import vllm
+    from vllm import LLM
+
+    messages = Messages()
+    logging.getLogger("vllm").addHandler(messages)
+    say("PROGRESS", {"phase": "engine"})
+    started = time.time()
+    llm = LLM(**request["engine"])
+    init_s = time.time() - started
+    config = llm.llm_engine.vllm_config
+    # Some drafters say themselves how many tokens they draft.
+    request = {**request, "k": getattr(config.speculative_config, "num_speculative_tokens", 0) or 0}
+    bench = Bench(request, llm)
+    mode = config.compilation_config.cudagraph_mode
+    mode_name = getattr(mode, "name", str(mode))
+    ranks = bench.rpc(bench_probe.describe)
+    result: dict[str, Any] = {
+        "variant": request["variant"],
+        "backend": request["backend"],
+        "gpu": ranks[0]["gpu"],
+        "ranks": len(ranks),
+        "versions": {
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "python": sys.version.split()[0],
+        },
+        "runner": ranks[0]["runner"],
+        "backends": ranks[0]["backends"],
+        "route": next((d["route"] for d in applied_decisions(ranks)), "stock"),
+        "cudagraph_mode": mode_name,
+        "graphs": ranks[0]["graphs"],
+        "downgrade": [line for line in messages.lines if "not supported with spec-decode" in line][:1],
+        "log": [line for line in messages.lines if line.startswith("vllm-specpatch")],
+        "init_s": round(init_s, 1),
+    }
+    otherwise = ended_otherwise(request, ranks, mode_name)
+    if otherwise is not None:
+        return {**result, "otherwise": otherwise}
+    bench.rpc(bench_probe.watch, request["k"])
+    text = None
+    if request["text"]:
+        with open(request["text"], encoding="utf-8") as file:
+            text = list(llm.get_tokenizer().encode(file.read()))
+        if not text:
+            return {**result, "cannot": f"the text {request['text']} has no tokens"}
+    vocabulary = llm.llm_engine.model_config.get_vocab_size()
+    rng = random.Random(request["seed"])
+    result["cells"], result["tokens"] = {}, {}
+    for context in request["contexts"]:
+        for batch in request["batches"]:
+            prompts = (
+                text_prompts(text, context, batch)
+                if text
+                else random_prompts(vocabulary, context, batch, rng)
+            )
+            name = f"ctx{context}_bs{batch}"
+            numbers, result["tokens"][name] = bench.cell(prompts)
+            result["cells"][name] = numbers
+            say("PROGRESS", {"cell": name, **numbers})
+    return result
+
+
+def main() -> None:
+    say("RESULT", measure(json.loads(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()
