@@ -8,10 +8,10 @@ never right, so time per emitted token is time per verify step. Run the variants
 one machine and print the ratios with benchmarks/compare.py: absolute times differ between hosts.
 
 Keys: k (draft tokens, 7; 0 = none), bs, ctx, out (tokens per request), layers, repeats, fa (2 or 3), kv
-(auto, fp8, fp8_e5m2), async (0 or 1), cg (capture sizes), eager=1, gpu_gib (KV cache size), method (eagle,
-ngram), json (result file), skip (cells to leave out, as 32x32768: batch x context), profile (cells to trace
-with torch's profiler after their timing, as 1x1024). With fp8 KV, queries stay bf16 (as on sm_8x, where FA2
-takes no fp8 queries).
+(auto, fp8, fp8_e5m2), accept (tokens a step by vLLM's synthetic acceptance; EAGLE), async (0 or 1), cg
+(capture sizes), eager=1, gpu_gib (KV cache size), method (eagle, ngram), json (result file), skip (cells to
+leave out, as 32x32768: batch x context), profile (cells to trace with torch's profiler after all timings,
+as 1x1024). With fp8 KV, queries stay bf16 (as on sm_8x, where FA2 takes no fp8 queries).
 """
 
 import cProfile
@@ -65,7 +65,7 @@ def write_model(name: str, layers: int) -> str:
     return str(folder)
 
 
-def make_llm(backend: str, options: dict, contexts: list[int], batches: list[int], out: int):
+def make_llm(backend: str, options: dict, contexts: list[int], batches: list[int], out: int, **others):
     from vllm import LLM
 
     k, layers = int(options.get("k", 7)), int(options.get("layers", 8))
@@ -100,6 +100,12 @@ def make_llm(backend: str, options: dict, contexts: list[int], batches: list[int
             "model": write_model("draft1", 1),
             "num_speculative_tokens": k,
         }
+        if "accept" in options:
+            # vLLM's own way to accept drafts without a trained drafter: so many tokens a step on average.
+            arguments["speculative_config"] |= {
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_length": float(options["accept"]),
+            }
     elif k:
         arguments["speculative_config"] = {
             "method": "ngram",
@@ -111,7 +117,7 @@ def make_llm(backend: str, options: dict, contexts: list[int], batches: list[int
         arguments["async_scheduling"] = options["async"] == "1"
     if "eager" in options:
         arguments["enforce_eager"] = True
-    return LLM(**arguments)
+    return LLM(**{**arguments, **others})
 
 
 def captured_graphs(llm) -> dict:
