@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from ..patch import Finding, State
 
 #: The settings of VLLM_SPECPATCH_ROUTE with which vLLM 0.33's own multi-token decode below sm_90 (host plan,
-#: after waiting for the GPU) gives way to ours. "auto" belongs here once it was measured to be as fast.
+#: after waiting for the GPU) gives way to ours, and from 0.31 its decodes without speculation (host plan, no
+#: wait). "auto" belongs here once it was measured to be as fast.
 REPLACE_UPSTREAM_NATIVE = ("spec_mask",)
 
 

@@ -19,6 +19,8 @@ from .. import gate
 MULTI_TOKEN_TRTLLM_API = {10: Version("0.24"), 12: Version("0.28"), 9: Version("0.30")}
 #: The first release that leaves a group whose head size XQA does not take to FlashInfer's native kernels.
 XQA_PER_GROUP = Version("0.29")
+#: The first release that plans decodes without speculation from the host's own lengths, without waiting.
+PLAIN_DECODE_WITHOUT_WAIT = Version("0.31")
 
 
 def release(version: str | None) -> Version:
@@ -50,6 +52,11 @@ def decodes_through_trtllm_api() -> bool:
     if "is_prefill" in inspect.signature(supports_trtllm_attention).parameters:
         return bool(supports_trtllm_attention(is_prefill=False))
     return bool(supports_trtllm_attention())
+
+
+def plain_decode_waits(vllm: Version) -> bool:
+    """Whether FlashInfer decodes without speculation wait for the GPU in every metadata build."""
+    return vllm < PLAIN_DECODE_WITHOUT_WAIT
 
 
 def verifies_natively(backend: Any) -> bool:

@@ -9,6 +9,7 @@ have different query lengths up to the reorder threshold: n-gram and trimmed dra
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from typing import Any
 
@@ -52,7 +53,7 @@ class SpecMaskDecode:
     def __init__(self, route: SpecMaskRoute, plan: spec_mask.Plan, block_table: Any) -> None:
         self.plan = plan
         self.block_table = block_table
-        self._layout = route.layout()
+        self._layout = route.layout
         # FlashInferImpl.forward asserts that these equal the layer's.
         self._window_left = route.window_left
         self._logits_soft_cap = route.soft_cap
@@ -146,7 +147,8 @@ class SpecMaskRoute:
         spec = self._spec()
         self._module = load(spec)
         self._plans: dict[tuple[int, int], spec_mask.Plan] = {}
-        self._eager_plan: spec_mask.Plan | None = None
+        #: By (row stride, columns) of the block table, which a runner need not keep the same for all builds.
+        self._eager_plans: dict[tuple[int, int], spec_mask.Plan] = {}
         self._workspace = self._reserve()
         self._staging = Staging(builder.device)
         mib = sum(t.numel() * t.element_size() for t in self._workspace) / 2**20
@@ -259,10 +261,12 @@ class SpecMaskRoute:
                 plan = self._make_plan(requests, requests * q_len, q_len, block_table)
                 self._plans[requests, tokens] = plan
             return plan
-        if self._eager_plan is None:
+        table = block_table.stride(0), block_table.shape[1]
+        plan = self._eager_plans.get(table)
+        if plan is None:
             requests, q_len = self._largest_batch()
-            self._eager_plan = self._make_plan(requests, requests * q_len, q_len, block_table)
-        return self._eager_plan
+            plan = self._eager_plans[table] = self._make_plan(requests, requests * q_len, q_len, block_table)
+        return plan
 
     # -- metadata ----------------------------------------------------------------------------------
 
@@ -278,7 +282,7 @@ class SpecMaskRoute:
         arguments of the wrong kind: graphs were promised, so there is no quiet way back.
         """
         builder = self._builder
-        decodes, prefills, decode_tokens, prefill_tokens = self._backend.split_decodes_and_prefills(
+        decodes, prefills, decode_tokens, _ = self._backend.split_decodes_and_prefills(
             common, decode_threshold=builder.reorder_batch_threshold, require_uniform=False
         )
         if not decodes:
@@ -304,23 +308,32 @@ class SpecMaskRoute:
             metadata.num_decode_tokens = decode_tokens
             metadata.decode = decode
             return metadata
-        values = {
-            "kv_cache_layout": getattr(builder, "kv_cache_layout", None),
-            "num_actual_tokens": common.num_actual_tokens,
-            "slot_mapping": common.slot_mapping,
-            **seams.query_dtypes(builder),
-            "num_decodes": decodes,
-            "num_decode_tokens": decode_tokens,
+        return self._backend.FlashInferMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            slot_mapping=common.slot_mapping,
+            num_decodes=decodes,
+            num_decode_tokens=decode_tokens,
+            decode=decode,
+            **self._fixed_fields,
+        )
+
+    @functools.cached_property
+    def _fixed_fields(self) -> dict[str, Any]:
+        """The fields that are the same for every decode batch. First asked for when the first batch is built:
+        the builder's query dtypes and cache layout are settled after it has made this route."""
+        fixed = {
+            "kv_cache_layout": getattr(self._builder, "kv_cache_layout", None),
+            **seams.query_dtypes(self._builder),
             "num_prefills": 0,
-            "num_prefill_tokens": prefill_tokens,
+            "num_prefill_tokens": 0,
             "causal": True,
             "prefill": None,
-            "decode": decode,
             "use_cascade": False,
             "cascade_wrapper": None,
         }
-        return self._backend.FlashInferMetadata(**{name: values[name] for name in self._fields})
+        return {name: value for name, value in fixed.items() if name in self._fields}
 
+    @functools.cached_property
     def layout(self) -> str:
         """``NHD`` or ``HND``, of the KV cache (laid out after the builders were made)."""
         return seams.kv_cache_layout(self._builder, self._backend)

@@ -38,8 +38,8 @@ from .. import gate
 from ..errors import Refused, SpecPatchError
 from ..patch import Context, Edit, Finding, Patch, State
 from . import routes, seams
-from .decision import Decision, Facts, why_stock
-from .digests import VLLM_DIGESTS
+from .decision import REPLACE_UPSTREAM_NATIVE, Decision, Facts, why_stock
+from .digests import FLASHINFER_DECODE_DIGESTS, VLLM_DIGESTS
 from .routes_base import CapturedShapes
 
 BUILDER = "FlashInferMetadataBuilder"
@@ -162,6 +162,8 @@ class FlashInferSpecDecode:
         too: a route that plans on the device takes the decodes, with threshold and graphs left alone."""
         speculating = dataclasses.replace(facts, num_speculative_tokens=1)
         if facts.num_speculative_tokens or why_stock(speculating) is not None:
+            return Commitment(Decision(False, finding), [])
+        if not seams.plain_decode_waits(self._release) and facts.route not in REPLACE_UPSTREAM_NATIVE:
             return Commitment(Decision(False, finding), [])
         candidates = routes.candidates(self.context.settings.route)
         planners = [] if isinstance(candidates, Finding) else [r for r in candidates if r.builds]
@@ -336,7 +338,10 @@ class FlashInferSpecDecode:
         if route is None:
             return wrapped(*args, **kwargs)
         if route.builds:
-            arguments = self._signatures["build"].bind(builder, *args, **kwargs).arguments
+            arguments = kwargs
+            if args or "common_prefix_len" not in kwargs or "common_attn_metadata" not in kwargs:
+                # Not how the runners call it, up to 0.33; bind() takes half of the time of a decode's build.
+                arguments = self._signatures["build"].bind(builder, *args, **kwargs).arguments
             common = arguments["common_attn_metadata"]
             if arguments["common_prefix_len"] == 0 and common.causal is True:
                 return route.build(
@@ -430,4 +435,5 @@ PATCH = Patch(
     digests=VLLM_DIGESTS,
     edits=edits,
     summary=__doc__ or "",
+    parts={"route native": FLASHINFER_DECODE_DIGESTS},
 )

@@ -43,8 +43,12 @@ def list_patches(arguments: argparse.Namespace) -> int:
 def print_fingerprints(arguments: argparse.Namespace) -> int:
     symbols = list(arguments.symbols)
     accepted: dict[str, Any] = {}
+    part_of: dict[str, str] = {}
     for patch in load_patches():
         accepted.update(patch.digests)
+        for part, digests in patch.parts.items():
+            part_of |= {symbol: part for symbol in digests if symbol not in patch.digests}
+            accepted.update(digests)
     bad = 0
     for symbol in symbols or accepted:
         try:
@@ -54,8 +58,11 @@ def print_fingerprints(arguments: argparse.Namespace) -> int:
             bad += 1
             continue
         known = accepted.get(symbol, {}).get(digest)
-        print(f"{symbol}\n    {digest}  {known or ('unknown' if symbol in accepted else '')}".rstrip())
-        bad += symbol in accepted and known is None
+        verdict = known or ("unknown" if symbol in accepted else "")
+        only = f" (for {part_of[symbol]} only)" if symbol in part_of else ""
+        print(f"{symbol}\n    {digest}  {verdict}{only}".rstrip())
+        # Without a part the patch still applies.
+        bad += symbol in accepted and symbol not in part_of and known is None
     return WRONG if bad else GOOD
 
 

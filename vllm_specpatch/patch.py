@@ -96,6 +96,9 @@ class Patch:
     edits: Callable[[ModuleType, Context], Sequence[Edit]]
     summary: str = ""
     group: str = ""
+    #: Name of a part -> digests that only this part relies on. It checks them itself and stands aside if they
+    #: do not match; the patch applies without it.
+    parts: Mapping[str, Mapping[str, Mapping[str, str]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -200,6 +200,18 @@ def route(monkeypatch):
 
 
 @pytest.fixture
+def set_route(vllm_on_gpu, monkeypatch):
+    """Sets VLLM_SPECPATCH_ROUTE for this test."""
+    patch = vars(vllm_on_gpu.FlashInferMetadataBuilder)["build"]._self_wrapper.__self__
+
+    def set_(name):
+        settings = dataclasses.replace(patch.context.settings, route=name)
+        monkeypatch.setattr(patch.context, "settings", settings)
+
+    return set_
+
+
+@pytest.fixture
 def any_route_bench(vllm_on_gpu, recorders):
     """Makes a :class:`Bench` with the routes as they are."""
     return lambda k=3, **options: Bench(vllm_on_gpu, recorders, k, **options)

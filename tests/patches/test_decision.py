@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from vllm_specpatch import gate
 from vllm_specpatch.patch import State
 from vllm_specpatch.patches import decision, native, routes, seams, spec_mask_route
 
@@ -213,7 +214,8 @@ def test_nothing_promised_where_no_full_graphs_were_asked_for(bench, engine_argu
 def test_without_speculation_graphs_and_threshold_are_stock(bench, route):
     b = bench(k=0)
     assert both(b) == ("UNIFORM_SINGLE_TOKEN_DECODE", 1)
-    assert (b.builder.specpatch_route is None) is not route.builds
+    waits = seams.plain_decode_waits(seams.release(gate.installed_version("vllm")))
+    assert (b.builder.specpatch_route is not None) is (route.builds and waits)
 
 
 def test_ngram(bench):

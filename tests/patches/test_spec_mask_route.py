@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 
+from vllm_specpatch import gate
 from vllm_specpatch.patches import native, seams
 
 DEVICE_READS = ("cpu", "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero")
@@ -93,6 +94,15 @@ def steady(b, *batch, **options):
         metadata = b.builder.build(common_prefix_len=0, common_attn_metadata=common)
     assert seams.host_lengths(common) is None or reads, "lengths reached the host unseen"
     return metadata, reads, common
+
+
+def steady_stock_reads(b):
+    """What a stock build of decodes without speculation reads, given the runner's bound on the host."""
+    common = b.batch([1] * 3, [20, 33, 16])
+    common = common.replace(seq_lens_cpu_upper_bound=common.seq_lens.clone())
+    with b.current(b.config), device_reads(*on_device(common)) as reads:
+        b.builder.build(common_prefix_len=0, common_attn_metadata=common)
+    return reads
 
 
 def test_a_steady_state_step_reads_nothing_from_the_device(bench):
@@ -310,7 +320,13 @@ def test_the_partial_outputs_of_all_shapes_are_one_workspace(bench):
     assert small.decode.wrapper.plan.partial_o is large.decode.wrapper.plan.partial_o
 
 
-def test_without_speculation_decodes_are_planned_on_the_device_too(bench):
+def test_without_speculation_decodes_are_planned_on_the_device_where_stock_waits(bench, set_route):
+    waits = seams.plain_decode_waits(seams.release(gate.installed_version("vllm")))
+    if not waits:  # from 0.31: only by name
+        b = bench(k=0)
+        assert b.builder.specpatch_route is None
+        assert steady_stock_reads(b) == []
+        set_route("spec_mask")
     b = bench(k=0)
     assert b.support() == "UNIFORM_SINGLE_TOKEN_DECODE" and b.builder.reorder_batch_threshold == 1
     b.build([1] * 3, [9] * 3, capture=True)

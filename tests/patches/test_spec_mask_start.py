@@ -176,3 +176,18 @@ def test_a_build_waits_for_the_copies_of_the_one_before_it(any_route_bench, load
     b.build([4, 60], [51, 160])
     first, then = ["stock writes", "record"], ["wait", "stock writes", "record"]
     assert happened == first + then + then
+
+
+def test_a_block_table_of_another_width_gets_a_plan_of_its_own(any_route_bench, loaded):
+    """The kernels read rows of the table by the stride that the plan was made with."""
+    b = any_route_bench(k=3)
+    first, _ = b.build([4, 2], [30, 40])
+    common = b.batch([4, 2], [30, 40])
+    narrow = common.replace(block_table_tensor=common.block_table_tensor[:, :32].contiguous())
+    with b.current(b.config):
+        second = b.builder.build(common_prefix_len=0, common_attn_metadata=narrow)
+    again, _ = b.build([4, 2], [31, 41])
+    plans = [m.decode.wrapper.plan for m in (first, second, again)]
+    assert [plan.shape["page_table_stride"] for plan in plans] == [64, 32, 64]
+    assert plans[0] is plans[2] is not plans[1]
+    assert plans[0].partial_o is plans[1].partial_o

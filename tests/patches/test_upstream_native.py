@@ -1,8 +1,6 @@
 """vLLM 0.33 below sm_90 verifies drafts itself, planned on the host: when ours replaces it, and that vLLM's
 own is back where ours cannot serve."""
 
-import dataclasses
-
 import pytest
 
 from vllm_specpatch.patch import Finding, State
@@ -10,17 +8,9 @@ from vllm_specpatch.patches import routes
 
 
 @pytest.fixture
-def by_name(vllm_on_gpu, monkeypatch):
-    """Sets VLLM_SPECPATCH_ROUTE for this test."""
+def by_name(vllm_on_gpu, set_route):
     if not getattr(vllm_on_gpu, "_use_fa2_native_decode", lambda: False)():
         pytest.skip("this release does not verify drafts on FlashInfer's FA2 here")
-    patch = vars(vllm_on_gpu.FlashInferMetadataBuilder)["build"]._self_wrapper.__self__
-
-    def set_route(name):
-        monkeypatch.setattr(
-            patch.context, "settings", dataclasses.replace(patch.context.settings, route=name)
-        )
-
     return set_route
 
 

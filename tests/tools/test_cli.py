@@ -80,3 +80,24 @@ def test_build_says_what_is_wrong_with_a_spec(cli, tmp_path):
     done = cli("build", "--arch", "8.6", "--spec", "bf16/fp8_e4m3/96/g4", "--out", tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "96" in done.stderr
+
+
+def test_fingerprint_says_which_sources_only_a_part_needs(monkeypatch, capsys):
+    from types import SimpleNamespace
+
+    from vllm_specpatch import cli, fingerprint
+
+    found = {"m:whole": "1" * 64, "m:part": "2" * 64, "m:both": "3" * 64}
+    patch = SimpleNamespace(
+        digests={"m:whole": {"1" * 64: "release 1"}, "m:both": {"3" * 64: "release 1"}},
+        parts={"route x": {"m:part": {"9" * 64: "release 1"}, "m:both": {"3" * 64: "release 1"}}},
+    )
+    monkeypatch.setattr(cli, "load_patches", lambda: [patch])
+    monkeypatch.setattr(fingerprint, "of_symbol", found.__getitem__)
+    arguments = cli.argparse.Namespace(symbols=[])
+    assert cli.print_fingerprints(arguments) == 0  # without its part the patch applies all the same
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[lines.index("m:part") + 1].strip() == f"{'2' * 64}  unknown (for route x only)"
+    assert lines[lines.index("m:both") + 1].strip() == f"{'3' * 64}  release 1"
+    found["m:whole"] = "4" * 64
+    assert cli.print_fingerprints(arguments) == 1
