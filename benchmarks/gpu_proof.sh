@@ -4,6 +4,10 @@
 #
 #   bash benchmarks/gpu_proof.sh OUT timing          # one process at a time: times count (about 8 minutes)
 #   bash benchmarks/gpu_proof.sh OUT tokens          # several at a time: tokens and graphs count, times do not
+#   bash benchmarks/gpu_proof.sh OUT long            # 2,000 tokens, and drafts that are accepted
+#   bash benchmarks/gpu_proof.sh OUT soak            # SOAK_S (480) seconds of mixed traffic, and a stock run beside
+#   bash benchmarks/gpu_proof.sh OUT tools           # vllm-specpatch selftest --gpu and bench
+#   bash benchmarks/gpu_proof.sh OUT kernels PACK    # checks and times of the kernels; PACK: spec_mask/pack.py --out
 #
 # `timing` begins with stock vLLM and therefore wants the package NOT installed; it installs the checkout with pip.
 # PYTHON (python3), CELLS ("bs=1,8,32 ctx=1024,8192 out=64"), ROUTES ("native spec_mask"), VARIANTS (of tokens,
@@ -13,7 +17,7 @@ set -uo pipefail
 checkout=$(cd "$(dirname "$0")/.." && pwd)
 out=$(mkdir -p "$1" && cd "$1" && pwd) what=$2
 python=${PYTHON:-python3} cells=${CELLS:-bs=1,8,32 ctx=1024,8192 out=64} routes=${ROUTES:-native spec_mask}
-raw=${RAW:-/tmp/specpatch-proof}
+raw=${RAW:-/tmp/specpatch-proof} pack=$([ -n "${3:-}" ] && cd "$3" && pwd)
 mkdir -p "$raw" "$out/log"
 # Never in the checkout: `python -m` children of vLLM would find its folders as top-level packages.
 cd "$raw" || exit 1
@@ -82,8 +86,61 @@ tokens)
         compare "$name" "${files[@]}"
     done
     ;;
+long)
+    for route in off $routes; do
+        if [ "$route" = off ]; then export VLLM_SPECPATCH=0; else export VLLM_SPECPATCH=1 VLLM_SPECPATCH_ROUTE=$route; fi
+        small="repeats=1 mem=0.25 gpu_gib=16"
+        run "long-$route" FLASHINFER k=7 bs=8 ctx=1024 out=2000 $small &
+        run "accept-$route" FLASHINFER k=7 accept=3 bs=1,8,32 ctx=1024 out=256 $small &
+        run "accept1-$route" FLASHINFER k=3 accept=2.5 async=1 bs=8 ctx=8192 out=256 $small &
+        wait
+    done
+    for name in long accept accept1; do
+        files=()
+        for route in off $routes; do files+=("$name-$route"); done
+        echo "== $name"
+        compare "$name" "${files[@]}"
+    done
+    ;;
+soak)
+    soak() { # NAME key=value...
+        "$python" -P "$checkout/benchmarks/soak.py" "$@" "json=$raw/$1.json" > "$out/log/$1.log" 2>&1
+        echo "$1 rc=$? $(date +%T)"
+        tail -n 1 "$out/log/$1.log" | cut -c1-600
+    }
+    # Both on one GPU at once: nothing here is timed.
+    (VLLM_SPECPATCH=0 soak soak-off "seconds=${SOAK_S:-480}" mem=0.3) &
+    (soak soak-patched "seconds=${SOAK_S:-480}" mem=0.3) &
+    wait
+    "$python" -P "$checkout/benchmarks/soak.py" --compare "$raw/soak-off.json" "$raw/soak-patched.json"
+    cp "$raw"/soak-*.json "$out/"
+    ;;
+tools)
+    vllm-specpatch selftest --gpu --json > "$out/selftest.json" 2> "$out/log/selftest.err"
+    echo "selftest rc=$?"
+    vllm-specpatch bench --model dummy --backends stock,native,spec_mask --batch 1,8 --context 1024 --out 64 \
+        --out-folder "$out/bench" --timeout 300 --gpu-memory-utilization 0.6 > "$out/bench.txt" 2>&1
+    echo "bench rc=$?"
+    tail -n 20 "$out/bench.txt"
+    ;;
+kernels)
+    [ -n "$pack" ] || { echo "usage: gpu_proof.sh OUT kernels PACK" >&2 && exit 2; }
+    cd "$checkout" || exit 1
+    kernel() { # NAME SECONDS script arguments...
+        local name=$1 limit=$2
+        shift 2
+        mkdir -p "$out/$name"
+        timeout "$limit" "$pack/run.sh" "$@" > "$out/$name/log.txt" 2>&1
+        echo "$name rc=$? $(date +%T)"
+        tail -n 4 "$out/$name/log.txt"
+    }
+    kernel check 300 gpu_check.py --out "$out/check"
+    kernel bench 260 gpu_bench.py --seconds 240 --with "${WITH:-native,fa2}" --out "$out/bench"
+    kernel tune 160 gpu_bench.py --tune --seconds 150 --out "$out/tune"
+    kernel sanitize 200 sanitize.sh "$out/sanitize"
+    ;;
 *)
-    echo "usage: gpu_proof.sh OUT timing|tokens" >&2
+    echo "usage: gpu_proof.sh OUT timing|tokens|long|soak|tools|kernels" >&2
     exit 2
     ;;
 esac
