@@ -72,6 +72,11 @@ def copy_page_indices(page_indices, block_table, _stride, cu_num_blocks, BLOCK_S
 
 
 @pytest.fixture
+def recorder_class():
+    return Recorder
+
+
+@pytest.fixture
 def recorders(vllm_on_gpu, monkeypatch):
     """backend name -> Recorder, for every compiled module that is asked for."""
     import flashinfer.decode
@@ -172,6 +177,20 @@ class Bench:
                 metadata = self.builder.build(common_prefix_len=0, common_attn_metadata=common)
         plans = [p for name, r in self.recorders.items() for p in r.plans[before.get(name, 0) :]]
         return metadata, plans
+
+    def kv_cache(self, pages):
+        """A KV cache of the group as vLLM lays it out (NHD), in the shape in which ``forward`` gets it."""
+        import torch
+
+        backend, spec = self.backend.FlashInferBackend, self.spec
+        if hasattr(backend, "get_kv_cache_shape"):
+            shape = backend.get_kv_cache_shape(pages, spec.block_size, spec.num_kv_heads, spec.head_size)
+            with self.current(self.config):  # it is cached; whoever is first must have a configuration
+                order = backend.get_kv_cache_stride_order()
+            flat = torch.zeros([shape[i] for i in order], dtype=spec.dtype)
+            return flat.permute([order.index(i) for i in range(len(order))])
+        flat = torch.zeros(pages, spec.block_size, spec.num_kv_heads, 2 * spec.head_size, dtype=spec.dtype)
+        return flat.transpose(1, 2)
 
 
 class NoPlan:

@@ -242,20 +242,6 @@ def test_run_gets_the_layers_scales_and_the_batchs_table(bench, kernels):
     assert call.table is metadata.decode.wrapper.block_table
 
 
-def kv_cache(b, pages):
-    """A KV cache of the group as vLLM lays it out (NHD), in the shape in which ``forward`` gets it."""
-    import torch
-
-    backend, spec = b.backend.FlashInferBackend, b.spec
-    if hasattr(backend, "get_kv_cache_shape"):
-        shape = backend.get_kv_cache_shape(pages, spec.block_size, spec.num_kv_heads, spec.head_size)
-        order = backend.get_kv_cache_stride_order()
-        flat = torch.zeros([shape[i] for i in order], dtype=spec.dtype)
-        return flat.permute([order.index(i) for i in range(len(order))])
-    flat = torch.zeros(pages, spec.block_size, spec.num_kv_heads, 2 * spec.head_size, dtype=spec.dtype)
-    return flat.transpose(1, 2)
-
-
 def forward(b, metadata, cache, **attributes):
     """vLLM's own attention layer on a built batch; returns its output."""
     import torch
@@ -274,7 +260,7 @@ def forward(b, metadata, cache, **attributes):
 def test_vllms_forward_hands_the_cache_and_the_output_to_the_kernel(bench, kernels):
     b = bench(k=3)
     metadata, _ = b.build([4, 4], [20, 33], capture=True)
-    cache = kv_cache(b, pages=8)
+    cache = b.kv_cache(pages=8)
     out = forward(b, metadata, cache)
     [call] = kernels.runs
     assert call.plan is metadata.decode.wrapper.plan and call.layout == "NHD"
