@@ -115,6 +115,7 @@ BAR = re.compile(
 RELEVANT = re.compile(
     r"CUDAGraphMode\.|Capturing |backend|vllm-specpatch|Initializing a V1|Model Runner|drafter|to load model"
     r"|draft attention|udagraph mode|Graph capturing|CUDA graph|VLLM_SPECPATCH|artifactory"
+    r"|Error: CUDA |EngineCore (?:encountered|failed)"
 )
 
 
@@ -233,6 +234,11 @@ DRAFT_EAGER = re.compile(
     r"running the draft eagerly"
 )
 FINISHED = re.compile(r"Graph capturing finished in (?P<secs>\d+) secs, took (?P<gib>-?\d+(?:\.\d+)?) GiB")
+#: How an engine ends that did not mean to: the line of its exception, or vLLM's own.
+DIED = re.compile(
+    r"(?:AcceleratorError|RuntimeError|OutOfMemoryError): (?P<cuda>CUDA (?:error: .{1,100}|out of memory))"
+    r"|(?P<fatal>EngineCore encountered a fatal error|EngineCore failed to start)"
+)
 OURS = re.compile(NOT_QUOTED + r"(?<!-)vllm-specpatch (?P<version>\d[\w.+]*): (?P<text>.*)")
 OUR_STATE = re.compile(
     r"not applied \((?P<no>[a-z ]+)\)|\S+ (?P<yes>applied|waiting|not needed|disabled|refused|late|failed): "
@@ -271,6 +277,7 @@ class Engine:
     drafter: str = "unknown"
     graph_gib: float | None = None
     captured: bool = False  # "Graph capturing finished"
+    died: str | None = None  # the error that ended it
     ours: list[str] = field(default_factory=list)
     our_state: str | None = None
     notes: list[str] = field(default_factory=list)
@@ -372,6 +379,9 @@ def _fold(name: str, source: str, found: Sequence[Record]) -> Engine:
             engine.runner = engine.runner or "V1"
         elif "Skipping CUDA graph capture" in text:
             engine.resolved = "NONE"
+        elif match := DIED.search(text):
+            # The first: what follows is about the others that noticed.
+            engine.died = engine.died or match["cuda"] or match["fatal"]
         elif "Failed to connect to NVIDIA artifactory" in text:
             _note(engine, "NVIDIA's cubin host could not be reached: no trtllm-gen and no XQA kernels")
     return engine
@@ -484,6 +494,10 @@ def _conclude(engine: Engine) -> None:
 
 def _judge(engine: Engine) -> tuple[int, str, str]:
     wanted_full = engine.requested is None or engine.requested in FULL_MODES
+    if engine.died:
+        ours = engine.our_state == "applied"
+        remedy = "does it end the same way with VLLM_SPECPATCH=0? If not, report this log" if ours else ""
+        return WRONG, f"the engine died: {engine.died}", remedy or "see the traceback in this log"
     if engine.warned and engine.applied - engine.warned:
         return (
             WRONG,

@@ -69,10 +69,13 @@ EXPECTED = {
         "unknown",
         None,
     ),
+    "0.27.1-v2-flash_attn": ("good", "FLASH_ATTN", BOTH, None, "PIECEWISE 6, FULL 6", "full", None),
     "0.27.1-v2-fp8-patched": ("good", "FLASHINFER", BOTH, None, "PIECEWISE 6, FULL 6", "full", "applied"),
     "0.27.1-v2-k1-patched": ("good", "FLASHINFER", BOTH, None, "PIECEWISE 6, FULL 4", "full", "applied"),
     "0.27.1-v2-k1-stock": ("wrong", "FLASHINFER", PIECEWISE_MODE, SINGLE, "PIECEWISE 6", "piecewise", None),
     "0.27.1-v2-patched": ("good", "FLASHINFER", BOTH, None, "PIECEWISE 6, FULL 6", "full", "applied"),
+    "0.27.1-v2-spec_mask": ("good", "FLASHINFER", BOTH, None, "PIECEWISE 6, FULL 6", "full", "applied"),
+    "0.27.1-v2-spec_mask-died": ("wrong", "FLASHINFER", BOTH, None, "PIECEWISE 6, FULL 6", "full", "applied"),
     "0.27.1-v2-stock": ("wrong", "FLASHINFER", PIECEWISE_MODE, SINGLE, "PIECEWISE 6", "first step", None),
     "0.28.0-v2-refused": (
         "wrong",
@@ -126,6 +129,23 @@ def test_details_of_a_real_log():
         "VLLM_SPECPATCH variable was set" in note for note in off.notes
     )  # said before the engine starts
     assert "0 or off" in off.next_step
+
+
+def test_an_engine_that_died_is_no_good_news():
+    e = only(log("0.27.1-v2-spec_mask-died.txt"))
+    assert e.died == "CUDA error: an illegal memory access was encountered"
+    assert e.reason == f"the engine died: {e.died}" and "VLLM_SPECPATCH=0" in e.next_step
+    # A restart is another matter.
+    again = log("0.27.1-v2-spec_mask-died.txt") + log("0.27.1-v2-spec_mask.txt")
+    assert (only(again).died, only(again).verdict) == (None, checklog.GOOD)
+    for line in (
+        "(EngineCore_DP0 pid=71) ERROR 11-30 07:30:51 [core.py:999] EngineCore encountered a fatal error.",
+        "ERROR 11-30 07:30:51 [core.py:999] EngineCore failed to start.",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+    ):
+        assert only(log("0.27.1-v2-flash_attn.txt") + line.encode() + b"\n").verdict == checklog.WRONG
+    quiet = b"WARNING 11-30 07:30:51 [x.py:1] For debugging CUDA errors set CUDA_LAUNCH_BLOCKING=1\n"
+    assert only(log("0.27.1-v2-flash_attn.txt") + quiet).verdict == checklog.GOOD
 
 
 # -- the same log in other wrappings -------------------------------------------------------------
