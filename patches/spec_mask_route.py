@@ -219,8 +219,9 @@ class SpecMaskRoute:
                 window_left=self.window_left,
                 device=builder.device,
             )
-        except spec_mask.SpecMaskError as e:  # more requests than the planner takes
-            raise RouteUnavailable(Finding(State.REFUSED, str(e))) from e
+        except Exception as e:  # above all: no memory left for it
+            why = f"no workspace for route spec_mask: {type(e).__name__}: {e}"
+            raise RouteUnavailable(Finding(State.FAILED, why)) from e
         return plan.partial_o, plan.partial_lse
 
     def _largest_batch(self) -> tuple[int, int]:
@@ -353,6 +354,11 @@ def load(spec: spec_mask.Spec) -> spec_mask.Module:
         return spec_mask.load(spec, before_build=log.info)
     except kernel_build.BuildError as e:
         raise RouteUnavailable(Finding(State.REFUSED, str(e))) from e
+    except (
+        Exception
+    ) as e:  # a cache that cannot be written, a library that does not load: somebody else serves
+        why = f"the spec-mask module could not be had: {type(e).__name__}: {e}"
+        raise RouteUnavailable(Finding(State.FAILED, why)) from e
 
 
 def layer_specs(vllm_config: Any, flashinfer_backend: Any, max_q_len: int) -> list[spec_mask.Spec]:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_specpatch.kernels import build, spec_mask
-from vllm_specpatch.patches import routes, spec_mask_route
+from vllm_specpatch.patches import native, routes, spec_mask_route
 
 
 class Plan:
@@ -129,14 +129,22 @@ def test_more_requests_than_the_planner_takes_are_refused_before_the_promise(any
     assert support == "UNIFORM_SINGLE_TOKEN_DECODE"
 
 
-def test_a_workspace_that_cannot_be_made_leaves_the_group_stock(any_route_bench, loaded, monkeypatch):
-    def too_large(module, **shape):
-        raise spec_mask.SpecMaskError("workspace: wanted fewer elements, found more; capture fewer requests")
+@pytest.mark.parametrize("error", [OSError("[Errno 30] Read-only file system"), build.BuildError("no nvcc")])
+@pytest.mark.parametrize("where", ["load", "Plan"])
+def test_whatever_stops_the_route_the_next_one_serves(any_route_bench, loaded, monkeypatch, where, error):
+    def stop(*args, **kwargs):
+        raise error
 
-    monkeypatch.setattr(spec_mask, "Plan", too_large)
+    monkeypatch.setattr(spec_mask, where, stop)
     b = any_route_bench(k=3)
     assert b.builder.specpatch_route is None and b.builder.reorder_batch_threshold == 1
     assert b.support() == "UNIFORM_SINGLE_TOKEN_DECODE"
+    if native.NativeRoute.why_not() is not None:
+        return
+    monkeypatch.setattr(routes, "AUTO", ("spec_mask", "native"))
+    for b in (any_route_bench(k=3), asked_first(any_route_bench, lambda config: None)[0]):
+        assert b.builder.specpatch_route.name == "native"
+        assert (b.support(), b.builder.reorder_batch_threshold) == ("UNIFORM_BATCH", 4)
 
 
 class Event:
