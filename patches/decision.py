@@ -16,6 +16,10 @@ from ..patch import Finding, State
 #: wait). "auto" belongs here once it was measured to be as fast.
 REPLACE_UPSTREAM_NATIVE = ("spec_mask",)
 
+#: The settings with which vLLM 0.28 and later may record the planning of all draft steps in one CUDA graph.
+#: "auto" belongs here once a release that does so was run on a GPU.
+UPDATE_DRAFT_METADATA = ("spec_mask",)
+
 
 @dataclass(frozen=True)
 class Facts:

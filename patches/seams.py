@@ -116,6 +116,11 @@ def with_host_lengths(common: Any, exact: Any, **changes: Any) -> Any:
     return common.replace(**{name: value for name, value in changes.items() if name in fields})
 
 
+def draft_metadata_can_be_updated(builder: Any) -> bool:
+    """Whether vLLM has a use for ``update_draft_decode_metadata`` (from 0.28, V2 runner)."""
+    return hasattr(type(builder), "update_draft_decode_metadata")
+
+
 def max_decode_rows(vllm_config: Any) -> int:
     """Rows of the longest decode with speculation: the token to verify from and its drafts, which parallel
     drafting doubles (``_init_reorder_batch_threshold``)."""

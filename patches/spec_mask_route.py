@@ -13,6 +13,7 @@ import functools
 import logging
 from typing import Any
 
+from ..errors import SpecPatchError
 from ..kernels import build as kernel_build
 from ..kernels import spec_mask
 from ..patch import Finding, State
@@ -50,14 +51,26 @@ class SpecMaskDecode:
     plan and its workspace are shared and stay at their addresses.
     """
 
-    def __init__(self, route: SpecMaskRoute, plan: spec_mask.Plan, block_table: Any) -> None:
+    def __init__(
+        self,
+        route: SpecMaskRoute,
+        plan: spec_mask.Plan,
+        seq_lens: Any,
+        query_start_loc: Any,
+        block_table: Any,
+    ) -> None:
         self.plan = plan
         self.block_table = block_table
+        self._seq_lens, self._query_start_loc = seq_lens, query_start_loc
         self._layout = route.layout
         # FlashInferImpl.forward asserts that these equal the layer's.
         self._window_left = route.window_left
         self._logits_soft_cap = route.soft_cap
         self._sm_scale = route.sm_scale
+
+    def update(self) -> None:
+        """Plans from the lengths as they are on the device when this runs there."""
+        self.plan.update(self._seq_lens, self._query_start_loc)
 
     def run(
         self,
@@ -298,8 +311,10 @@ class SpecMaskRoute:
         )
         block_table = common.block_table_tensor[:decodes]
         plan = self.plan_for(*shape, block_table, graph)
-        plan.update(common.seq_lens[:decodes], common.query_start_loc[: decodes + 1])
-        decode = self._backend.FIDecode(wrapper=SpecMaskDecode(self, plan, block_table))
+        lengths = common.seq_lens[:decodes], common.query_start_loc[: decodes + 1]
+        wrapper = SpecMaskDecode(self, plan, *lengths, block_table)
+        wrapper.update()
+        decode = self._backend.FIDecode(wrapper=wrapper)
         if prefills:
             part = prefills_only(common, decodes, decode_tokens)
             metadata = self.stock(lambda: stock_build(part))
@@ -317,6 +332,21 @@ class SpecMaskRoute:
             decode=decode,
             **self._fixed_fields,
         )
+
+    def update_draft_decode_metadata(self, metadata: Any) -> None:
+        """Plans the next draft step; vLLM 0.28 and later may call this in place of ``build()``.
+
+        It may record this in the CUDA graph that holds all steps, and then it runs there and never again in
+        Python (vllm/v1/attention/backend.py). One kernel that reads the runner's own persistent buffers is
+        what it asks for; a plan made on the host could not do it.
+        """
+        wrapper = metadata.decode.wrapper if metadata.decode is not None else None
+        if not isinstance(wrapper, SpecMaskDecode):
+            raise SpecPatchError(
+                "a draft step was not planned by route spec_mask, which promised to update it; "
+                "VLLM_SPECPATCH_ROUTE=auto promises no such thing"
+            )
+        wrapper.update()
 
     @functools.cached_property
     def _fixed_fields(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from .. import gate
 from ..errors import Refused, SpecPatchError
 from ..patch import Context, Edit, Finding, Patch, State
 from . import routes, seams
-from .decision import REPLACE_UPSTREAM_NATIVE, Decision, Facts, why_stock
+from .decision import REPLACE_UPSTREAM_NATIVE, UPDATE_DRAFT_METADATA, Decision, Facts, why_stock
 from .digests import FLASHINFER_DECODE_DIGESTS, VLLM_DIGESTS
 from .routes_base import CapturedShapes
 
@@ -299,6 +299,11 @@ class FlashInferSpecDecode:
                 # last: a builder that no route serves must stay stock in everything.
                 setattr(builder, query_dtype, builder.model_config.dtype)
             builder.specpatch_route = route
+            update = getattr(route, "update_draft_decode_metadata", None)
+            by_name = self.context.settings.route in UPDATE_DRAFT_METADATA
+            if update is not None and by_name and seams.draft_metadata_can_be_updated(builder):
+                builder.update_draft_decode_metadata = update
+                builder.supports_draft_decode_metadata_update = True
         except Refused:
             raise
         except Exception as e:

@@ -306,6 +306,33 @@ def test_the_partial_outputs_of_all_shapes_are_one_workspace(bench):
     assert small.decode.wrapper.plan.partial_o is large.decode.wrapper.plan.partial_o
 
 
+def test_draft_steps_can_be_planned_in_one_graph(bench, set_route):
+    """From 0.28: one metadata for all draft steps, planned anew from the runner's persistent buffers."""
+    from vllm_specpatch.errors import SpecPatchError
+
+    assert not getattr(bench(k=3).builder, "supports_draft_decode_metadata_update", False)
+    set_route("spec_mask")
+    b = bench(k=3)
+    if not seams.draft_metadata_can_be_updated(b.builder):
+        assert not hasattr(b.builder, "supports_draft_decode_metadata_update")
+        return
+    assert b.builder.supports_draft_decode_metadata_update
+    common = b.batch([1, 1, 1], [20, 33, 16])
+    with b.current(b.config), device_reads(*on_device(common)) as reads:
+        metadata = b.builder.build_for_cudagraph_capture(common)
+        common.seq_lens += 1
+        b.builder.update_draft_decode_metadata(metadata)
+    assert reads == []
+    first, second = metadata.decode.wrapper.plan.updates
+    for lengths, starts in (first, second):
+        assert lengths.data_ptr() == common.seq_lens.data_ptr()
+        assert starts.data_ptr() == common.query_start_loc.data_ptr()
+    assert second[0].tolist() == [21, 34, 17]
+    prefills, _ = b.build([40], [40])
+    with pytest.raises(SpecPatchError, match="VLLM_SPECPATCH_ROUTE=auto"):
+        b.builder.update_draft_decode_metadata(prefills)
+
+
 def test_without_speculation_decodes_are_planned_on_the_device_where_stock_waits(bench, set_route):
     waits = seams.plain_decode_waits(seams.release(gate.installed_version("vllm")))
     if not waits:  # from 0.31: only by name
