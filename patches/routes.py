@@ -20,7 +20,7 @@ class Route(Protocol):
 
     name: str
     #: True: ``build(common, stock_build, captured)`` makes the metadata of causal batches;
-    #: ``stock(build)`` calls vLLM's own for the others. It may have ``update_draft_decode_metadata(metadata)``.
+    #: ``stock(build)`` calls vLLM's own for the others; ``update_draft_decode_metadata`` is optional.
     #: False: vLLM's ``build()`` runs and asks for ``decode_wrapper(requests, q_len, graph)`` and
     #: ``plan(wrapper, arguments of fast_plan_decode by name)`` (see :class:`.native.NativeRoute`).
     builds: bool
