@@ -179,7 +179,7 @@ class Bench:
         return metadata, plans
 
     def kv_cache(self, pages):
-        """A KV cache of the group as vLLM lays it out (NHD), in the shape in which ``forward`` gets it."""
+        """A KV cache of the group as vLLM lays it out, in the shape in which ``forward`` gets it."""
         import torch
 
         backend, spec = self.backend.FlashInferBackend, self.spec
@@ -189,8 +189,10 @@ class Bench:
                 order = backend.get_kv_cache_stride_order()
             flat = torch.zeros([shape[i] for i in order], dtype=spec.dtype)
             return flat.permute([order.index(i) for i in range(len(order))])
-        flat = torch.zeros(pages, spec.block_size, spec.num_kv_heads, 2 * spec.head_size, dtype=spec.dtype)
-        return flat.transpose(1, 2)
+        heads_first = self.config.cache_config.kv_cache_layout == "LBHNC"
+        inner = (spec.num_kv_heads, spec.block_size) if heads_first else (spec.block_size, spec.num_kv_heads)
+        flat = torch.zeros(pages, *inner, 2 * spec.head_size, dtype=spec.dtype)
+        return flat if heads_first else flat.transpose(1, 2)
 
 
 class NoPlan:
@@ -228,6 +230,24 @@ def set_route(vllm_on_gpu, monkeypatch):
         monkeypatch.setattr(patch.context, "settings", settings)
 
     return set_
+
+
+@pytest.fixture
+def heads_first(vllm_on_gpu):
+    """Makes the KV cache HND: returns the ``change`` for :class:`Bench`, and undoes what is global."""
+    from vllm.v1.attention.backends import utils
+
+    old = getattr(utils, "set_kv_cache_layout", None)
+    if old is not None:
+        old("HND")
+
+    def change(config):
+        if old is None:  # from 0.29 the engine core resolves it
+            config.cache_config.kv_cache_layout = "LBHNC"
+
+    yield change
+    if old is not None:
+        old(None)
 
 
 @pytest.fixture

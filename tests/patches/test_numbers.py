@@ -61,7 +61,8 @@ def paged_run(_recorder, _float, _int, _info, q, k_cache, v_cache, qo_indptr, kv
     table = torch.zeros(len(lengths), max(1, *counts), dtype=torch.int32)
     for i, (first, n) in enumerate(zip(pages, counts, strict=False)):
         table[i, :n] = kv_indices[first : first + n]
-    made, _ = reference.attention(q, k_cache, v_cache, table, lengths, starts, layout="NHD", out=out)
+    layout = "HND" if k_cache.shape[1] == KV_HEADS else "NHD"
+    made, _ = reference.attention(q, k_cache, v_cache, table, lengths, starts, layout=layout, out=out)
     out.copy_(made)
 
 
@@ -76,12 +77,12 @@ def numbers(any_route_bench, recorders, recorder_class, monkeypatch, set_route):
     monkeypatch.setattr(spec_mask, "run", reference_run)
     monkeypatch.setattr(recorder_class, "paged_run", paged_run, raising=False)
 
-    def make(route):
+    def make(route, change=None):
         if route == "native" and native.NativeRoute.why_not() is not None:
             pytest.skip("FlashInfer before 0.6.16")
         set_route(route)
         monkeypatch.setattr(routes, "AUTO", (route,))
-        b = any_route_bench(k=K)
+        b = any_route_bench(k=K, change=change)
         if b.builder.specpatch_route is None or b.builder.specpatch_route.name != route:
             pytest.skip(f"route {route} does not serve on this release and GPU")
         torch.manual_seed(0)
@@ -127,11 +128,14 @@ def common_of(b, batch):
     return common.replace(**{name: value for name, value in changes.items() if name in known})
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("route", ["spec_mask", "native"])
-def test_attention_over_random_batches(numbers, route):
+def test_attention_over_random_batches(numbers, route, layout, request):
     import torch
 
-    b, cache = numbers(route)
+    b, cache = numbers(route, request.getfixturevalue("heads_first") if layout == "HND" else None)
+    if route == "spec_mask":
+        assert b.builder.specpatch_route.layout == layout
     for requests in (2, 4, 6):
         b.build([K + 1] * requests, [K + 1] * requests, capture=True)
     layer = b.config.compilation_config.static_forward_context[b.layers[0]]
