@@ -507,15 +507,9 @@ def find_covering(spec: Spec, arch: Arch, folders: Iterable[Path] | None = None)
     return None
 
 
-def find_built(spec: Spec, arch: Arch | None = None) -> Path | None:
-    """The library that :func:`load_module` would load without compiling, or None. Imports FlashInfer."""
-    arch = arch or Arch.of_device()
-    uri = module_uri(spec, arch)
-    ahead = find_prebuilt(uri) or find_covering(spec, arch)
-    if ahead is not None:
-        return ahead
-    cached = cached_library(uri)
-    return cached if is_whole(cached) else None
+def find_ahead(spec: Spec, arch: Arch) -> Path | None:
+    """The library built ahead that serves a spec, the exact one first, or None."""
+    return find_prebuilt(module_uri(spec, arch)) or find_covering(spec, arch)
 
 
 def build_seconds(spec: Spec) -> int:
@@ -541,15 +535,11 @@ def load_module(
     uri = module_uri(spec, arch)
     with _loaded_lock:
         if uri not in _loaded:
-            _loaded[uri] = _load_uncached(spec, arch, uri, before_build)
+            import tvm_ffi
+
+            library = find_ahead(spec, arch) or build(spec, arch, before_build)
+            _loaded[uri] = tvm_ffi.load_module(str(library))
         return _loaded[uri]
-
-
-def _load_uncached(spec: Spec, arch: Arch, uri: str, before_build: Callable[[str], None] | None) -> Any:
-    import tvm_ffi
-
-    library = find_prebuilt(uri) or find_covering(spec, arch) or build(spec, arch, before_build)
-    return tvm_ffi.load_module(str(library))
 
 
 # --- building ahead -----------------------------------------------------------------------------

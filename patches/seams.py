@@ -135,11 +135,14 @@ def max_decode_rows(vllm_config: Any) -> int:
     return 1 + (2 * drafts if speculative.parallel_drafting else drafts)
 
 
-def layers_have_sinks(vllm_config: Any, backend: Any) -> bool:
-    """Whether a layer of the model on this backend has attention sinks."""
+def attention_impls(vllm_config: Any, backend: Any) -> list[Any]:
+    """The implementations of the model's layers on this backend, target's and drafter's."""
     layers = vllm_config.compilation_config.static_forward_context.values()
     impls = [getattr(layer, "impl", None) for layer in layers]
-    return any(
-        isinstance(impl, backend.FlashInferImpl) and getattr(impl, "sinks", None) is not None
-        for impl in impls
-    )
+    return [impl for impl in impls if isinstance(impl, backend.FlashInferImpl)]
+
+
+def layers_have_sinks(vllm_config: Any, backend: Any) -> bool:
+    """Whether a layer of the model on this backend has attention sinks."""
+    impls = attention_impls(vllm_config, backend)
+    return any(getattr(impl, "sinks", None) is not None for impl in impls)

@@ -217,21 +217,10 @@ class SpecMaskRoute:
     def _reserve(self) -> tuple[Any, Any]:
         """The partial outputs of the largest batch that is not captured. Owned by this route from its start:
         nothing of this size may be allocated while requests are served."""
-        builder = self._builder
         requests, q_len = self._largest_batch()
-        longest = builder.model_config.max_model_len + q_len
+        longest = self._builder.model_config.max_model_len + q_len
         try:
-            plan = spec_mask.Plan(
-                self._module,
-                num_kv_heads=builder.num_kv_heads,
-                max_requests=requests,
-                max_rows=requests * q_len,
-                max_q_len=q_len,
-                max_kv_len=longest,
-                page_table_stride=-(-longest // builder.page_size),
-                window_left=self.window_left,
-                device=builder.device,
-            )
+            plan = self._plan(requests, q_len, longest, -(-longest // self._builder.page_size))
         except Exception as e:  # above all: no memory left for it
             why = f"no workspace for route spec_mask: {type(e).__name__}: {e}"
             raise RouteUnavailable(Finding(State.FAILED, why)) from e
@@ -244,20 +233,24 @@ class SpecMaskRoute:
 
     # -- plans -------------------------------------------------------------------------------------
 
-    def _make_plan(self, requests: int, rows: int, q_len: int, block_table: Any) -> spec_mask.Plan:
-        builder = self._builder
-        plan = spec_mask.Plan(
+    def _plan(self, requests: int, q_len: int, max_kv_len: int, table_stride: int) -> spec_mask.Plan:
+        """A plan with partial outputs of its own."""
+        return spec_mask.Plan(
             self._module,
-            num_kv_heads=builder.num_kv_heads,
+            num_kv_heads=self._builder.num_kv_heads,
             max_requests=requests,
-            max_rows=rows,
+            max_rows=requests * q_len,
             max_q_len=q_len,
-            # Drafts may reach past max_model_len for a step; the table bounds what can be read.
-            max_kv_len=block_table.shape[1] * builder.page_size,
-            page_table_stride=block_table.stride(0),
+            max_kv_len=max_kv_len,
+            page_table_stride=table_stride,
             window_left=self.window_left,
-            device=builder.device,
+            device=self._builder.device,
         )
+
+    def _plan_in_workspace(self, requests: int, q_len: int, block_table: Any) -> spec_mask.Plan:
+        # Drafts may reach past max_model_len for a step; the table bounds what can be read.
+        reach = block_table.shape[1] * self._builder.page_size
+        plan = self._plan(requests, q_len, reach, block_table.stride(0))
         # One plan is live at a time, so all share the partial outputs of the largest: a workspace for
         # every captured shape would be over a GiB. A graph keeps the one that it was captured with.
         if self._workspace[0].shape[0] < plan.partial_o.shape[0]:
@@ -271,15 +264,14 @@ class SpecMaskRoute:
         if graph:
             plan = self._plans.get((requests, tokens))
             if plan is None:
-                q_len = max(tokens // requests, 1)
-                plan = self._make_plan(requests, requests * q_len, q_len, block_table)
+                plan = self._plan_in_workspace(requests, max(tokens // requests, 1), block_table)
                 self._plans[requests, tokens] = plan
             return plan
         table = block_table.stride(0), block_table.shape[1]
         plan = self._eager_plans.get(table)
         if plan is None:
-            requests, q_len = self._largest_batch()
-            plan = self._eager_plans[table] = self._make_plan(requests, requests * q_len, q_len, block_table)
+            plan = self._plan_in_workspace(*self._largest_batch(), block_table)
+            self._eager_plans[table] = plan
         return plan
 
     # -- metadata ----------------------------------------------------------------------------------
@@ -384,9 +376,7 @@ def load(spec: spec_mask.Spec) -> spec_mask.Module:
         return spec_mask.load(spec, before_build=log.info)
     except kernel_build.BuildError as e:
         raise RouteUnavailable(Finding(State.REFUSED, str(e))) from e
-    except (
-        Exception
-    ) as e:  # a cache that cannot be written, a library that does not load: somebody else serves
+    except Exception as e:  # a cache that cannot be written, a library that does not load
         why = f"the spec-mask module could not be had: {type(e).__name__}: {e}"
         raise RouteUnavailable(Finding(State.FAILED, why)) from e
 
@@ -395,10 +385,7 @@ def layer_specs(vllm_config: Any, flashinfer_backend: Any, max_q_len: int) -> li
     """What the layers of a model on this backend need, target's and drafter's, each spec once."""
     dtype = _name(vllm_config.model_config.dtype)
     specs: dict[spec_mask.Spec, None] = {}
-    for layer in vllm_config.compilation_config.static_forward_context.values():
-        impl = getattr(layer, "impl", None)
-        if not isinstance(impl, flashinfer_backend.FlashInferImpl):
-            continue
+    for impl in seams.attention_impls(vllm_config, flashinfer_backend):
         window = getattr(impl, "sliding_window", None)
         spec = make_spec(
             head_dim=impl.head_size,

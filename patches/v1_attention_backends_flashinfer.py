@@ -212,12 +212,8 @@ class FlashInferSpecDecode:
     def _say(self, commitment: Commitment) -> None:
         from vllm.platforms import current_platform
 
-        capability = current_platform.get_device_capability()
-        gpu = (
-            f"{current_platform.get_device_name()} sm_{capability.major}{capability.minor}"
-            if capability
-            else ""
-        )
+        capability = self._capability()
+        gpu = f"{current_platform.get_device_name()} sm_{capability[0]}{capability[1]}" if capability else ""
         facts = {
             "route": commitment.decision.route,
             "gpu": gpu,

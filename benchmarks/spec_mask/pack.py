@@ -28,7 +28,7 @@ import checkout
 
 checkout.use_checkout()
 
-from specs import BENCH_SPECS, CHECK_SPECS, TILE_32_SPECS, TUNE_SPECS  # noqa: E402
+from specs import ALL_SPECS  # noqa: E402
 
 from vllm_specpatch.kernels import build  # noqa: E402
 
@@ -108,9 +108,7 @@ def main() -> None:
     args = parser.parse_args()
     begin = time.time()
     args.out.mkdir(parents=True, exist_ok=True)
-    built = build.prebuild(
-        [*CHECK_SPECS, *BENCH_SPECS, *TILE_32_SPECS, *TUNE_SPECS], [args.arch], args.out / "prebuilt"
-    )
+    built = build.prebuild(ALL_SPECS, [args.arch], args.out / "prebuilt")
     print(f"{len(built)} modules, {time.time() - begin:.0f} s", flush=True)
     if not args.no_native:
         stub = args.out / "stub"

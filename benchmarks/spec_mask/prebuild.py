@@ -13,7 +13,7 @@ import checkout
 
 checkout.use_checkout()
 
-from specs import BENCH_SPECS, CHECK_SPECS, TILE_32_SPECS, TUNE_SPECS  # noqa: E402
+from specs import ALL_SPECS  # noqa: E402
 
 from vllm_specpatch.kernels import build  # noqa: E402
 
@@ -24,8 +24,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/kernels"))
     args = parser.parse_args()
     begin = time.time()
-    specs = [*CHECK_SPECS, *BENCH_SPECS, *TILE_32_SPECS, *TUNE_SPECS]
-    built = build.prebuild(specs, args.arch.split(","), args.out)
+    built = build.prebuild(ALL_SPECS, args.arch.split(","), args.out)
     size = sum(b.library.stat().st_size for b in built)
     print(f"{len(built)} modules, {size / 2**20:.1f} MB, {time.time() - begin:.0f} s, in {args.out}")
 

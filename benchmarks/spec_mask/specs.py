@@ -64,3 +64,5 @@ TUNE_SPECS = [
     Spec(head_dim=128, group_size=4, dtype_kv="float8_e4m3fn", mma_kv=4),
     *(s for s in TILE_32_SPECS if s.head_dim == 128),
 ]
+
+ALL_SPECS = [*CHECK_SPECS, *BENCH_SPECS, *TILE_32_SPECS, *TUNE_SPECS]

@@ -300,25 +300,24 @@ def prebuilt(folder, spec, arch=ARCH, version=FI):
 def test_a_prebuilt_module_with_more_kernels_serves_a_spec_with_fewer(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "flashinfer_version", lambda: FI)
     monkeypatch.setenv(build.PREBUILT_ENV, str(tmp_path))
-    monkeypatch.setattr(build, "cached_library", lambda uri: tmp_path / "cache" / f"{uri}.so")
     small, large = (dataclasses.replace(BASE, max_q_len=n) for n in (2, 16))
     assert set(small.tiles) < set(large.tiles)
-    assert build.find_built(small, ARCH) is None
+    assert build.find_ahead(small, ARCH) is None
     library = prebuilt(tmp_path, large)
-    assert build.find_built(small, ARCH) == build.find_built(large, ARCH) == library
+    assert build.find_ahead(small, ARCH) == build.find_ahead(large, ARCH) == library
     # Never the other way round, nor for another architecture, FlashInfer, dtype or source.
-    assert build.find_built(dataclasses.replace(large, masks=("bits", "causal")), ARCH) is None
-    assert build.find_built(dataclasses.replace(small, dtype_kv="float8_e4m3fn"), ARCH) is None
-    assert build.find_built(dataclasses.replace(small, window=True), ARCH) is None
-    assert build.find_built(small, build.Arch.parse("8.9")) is None
+    assert build.find_ahead(dataclasses.replace(large, masks=("bits", "causal")), ARCH) is None
+    assert build.find_ahead(dataclasses.replace(small, dtype_kv="float8_e4m3fn"), ARCH) is None
+    assert build.find_ahead(dataclasses.replace(small, window=True), ARCH) is None
+    assert build.find_ahead(small, build.Arch.parse("8.9")) is None
     with monkeypatch.context() as other:
         other.setattr(build, "flashinfer_version", lambda: "0.6.18")
-        assert build.find_built(small, ARCH) is None
+        assert build.find_ahead(small, ARCH) is None
     with monkeypatch.context() as other:
         other.setattr(build, "source_digest", lambda: "other sources")
-        assert build.find_built(small, ARCH) is None
+        assert build.find_ahead(small, ARCH) is None
     library.write_bytes(b"half")
-    assert build.find_built(small, ARCH) is None
+    assert build.find_ahead(small, ARCH) is None
 
 
 def test_notes_that_cannot_be_read_are_passed_over(tmp_path, monkeypatch):
