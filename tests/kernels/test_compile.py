@@ -1,9 +1,9 @@
 """Compiles units with nvcc and reads ptxas: no GPU needed. Results are cached, see ptxas.py."""
 
-import importlib.util
 import json
 from pathlib import Path
 
+import ptxas
 import pytest
 
 from vllm_specpatch.kernels import build
@@ -11,9 +11,6 @@ from vllm_specpatch.kernels.spec_mask import Spec
 
 pytest.importorskip("tvm_ffi")
 
-_found = importlib.util.spec_from_file_location("ptxas", Path(__file__).with_name("ptxas.py"))
-ptxas = importlib.util.module_from_spec(_found)
-_found.loader.exec_module(ptxas)
 
 pytestmark = pytest.mark.skipif(
     build.find_nvcc() is None,

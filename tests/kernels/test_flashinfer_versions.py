@@ -3,21 +3,17 @@
 The headers come from the releases' wheels on PyPI and are kept outside the checkout (ptxas.py).
 """
 
-import importlib.util
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+import ptxas
 import pytest
 
 from vllm_specpatch.kernels import build
 from vllm_specpatch.kernels.spec_mask import Spec
-
-_found = importlib.util.spec_from_file_location("ptxas", Path(__file__).with_name("ptxas.py"))
-ptxas = importlib.util.module_from_spec(_found)
-_found.loader.exec_module(ptxas)
 
 FOLDERS = ("flashinfer/data/include/", "flashinfer/data/cccl/")
 

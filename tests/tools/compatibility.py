@@ -5,12 +5,14 @@ python tests/tools/compatibility.py --write README.md   puts it between the two 
 """
 
 import argparse
-import importlib.util
 import itertools
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "upstream"))  # as a program
+import releases  # noqa: E402
+
 BEGIN = "<!-- releases: made by tests/tools/compatibility.py from tests/upstream/versions.toml -->"
 END = "<!-- end of releases -->"
 #: Verdicts of versions.toml in the words of the README.
@@ -22,15 +24,6 @@ COLUMNS = (
     ("sm_10x", ("10.0",)),
     ("sm_12x", ("12.0",)),
 )
-
-
-def releases():
-    """tests/upstream/releases.py, which reads the table."""
-    path = ROOT / "tests" / "upstream" / "releases.py"
-    spec = importlib.util.spec_from_file_location("compatibility_releases", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def cell(release, capabilities) -> str:
@@ -68,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
-    made = table(releases().table().values())
+    made = table(releases.table().values())
     if options.write is None:
         print(made)
         return

@@ -2,7 +2,6 @@
 it."""
 
 import ast
-import importlib.util
 import json
 import os
 import pathlib
@@ -14,12 +13,11 @@ import types
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+import releases
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_specpatch import bench, bench_probe, bench_run, chart, cli
-
-RELEASES = pathlib.Path(__file__).parent.parent / "upstream" / "releases.py"
 
 
 def arguments(*more):
@@ -65,19 +63,11 @@ def test_the_dummy_model_is_a_configuration_of_real_vllm(python, tmp_path):
     }
 
 
-def releases():
-    spec = importlib.util.spec_from_file_location("bench_releases", RELEASES)
-    module = sys.modules["bench_releases"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("release", releases().table())
+@pytest.mark.parametrize("release", releases.table())
 def test_every_release_knows_the_arguments(tmp_path, release):
-    table = releases()
     try:
-        folder = table.unpacked("vllm", release)
-    except table.Unreachable as e:
+        folder = releases.unpacked("vllm", release)
+    except releases.Unreachable as e:
         pytest.skip(str(e))
     source = ast.parse((folder / "vllm" / "engine" / "arg_utils.py").read_text())
     [fields] = [node for node in source.body if getattr(node, "name", "") == "EngineArgs"]

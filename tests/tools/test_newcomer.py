@@ -4,7 +4,6 @@ The one difference to a newcomer is the network: vLLM and the other requirements
 environment that runs the tests, and pip may not fetch anything (its index and its isolated build are off).
 """
 
-import importlib.util
 import os
 import pathlib
 import shutil
@@ -12,19 +11,12 @@ import subprocess
 import sys
 
 import pytest
+import readme
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
 
 
-def load(path):
-    spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-readme = load(HERE / "readme.py")
 TEXT = readme.PATH.read_text()
 OURS = ("vllm_specpatch", "__editable__", "vllm-specpatch")
 

@@ -1,12 +1,15 @@
 """What the README says is what the code, the matrix and the results say."""
 
-import importlib.util
 import pathlib
 import re
-import sys
 import xml.etree.ElementTree as ElementTree
 
+import compatibility
+import how_it_works
+import measured
 import pytest
+import readme
+import releases
 
 from vllm_specpatch import cli
 
@@ -15,17 +18,6 @@ ROOT = HERE.parent.parent
 PICTURES = ROOT / "benchmarks" / "pictures"
 
 
-def load(path):
-    spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-compatibility = load(HERE / "compatibility.py")
-readme = load(HERE / "readme.py")
-measured = load(PICTURES / "measured.py")
-how_it_works = load(PICTURES / "how_it_works.py")
 TEXT = readme.PATH.read_text()
 
 
@@ -33,14 +25,13 @@ TEXT = readme.PATH.read_text()
 
 
 def test_the_table_of_releases_is_the_matrix():
-    made = compatibility.table(compatibility.releases().table().values())
+    made = compatibility.table(releases.table().values())
     assert compatibility.section(TEXT).strip() == made, (
         "python tests/tools/compatibility.py --write README.md"
     )
 
 
 def test_a_table_of_two_releases():
-    releases = compatibility.releases()
     every = {(c, k): "applied" for c in releases.CAPABILITIES for k in (True, False)}
     rows = [
         releases.Release("1.0", "0.1", "2", {}, every),

@@ -9,12 +9,14 @@ then decided and done is the same, by the same code: vllm-specpatch must be impo
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 
 from vllm_specpatch.patches import SERIES
+
+# As a program under PYTHONSAFEPATH, which `make` sets, it would not find its neighbour.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import releases
 
 DIFFS = Path(__file__).resolve().parent.parent.parent / "patches" / "diffs"
 LINES = """
@@ -24,17 +26,6 @@ from vllm_specpatch.hooks import apply_in_source as _specpatch_apply  # noqa: E4
 
 _specpatch_apply(__name__)
 """
-
-
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-releases = _load("releases")
 
 
 def diff(root: Path) -> str:

@@ -6,25 +6,16 @@ Releases that cannot be fetched are skipped.
 """
 
 import concurrent.futures
-import importlib.util
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+import releases
 
 from vllm_specpatch.patches.digests import VLLM_DIGESTS
 
-
-def _load(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-releases = _load("releases")
 TESTS = Path(__file__).resolve().parent.parent / "patches"
 PROCESSES = 2
 TIMEOUT_S = 300

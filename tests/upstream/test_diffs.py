@@ -4,7 +4,6 @@ One process a release, two at a time. Releases that cannot be fetched are skippe
 """
 
 import concurrent.futures
-import importlib.util
 import json
 import os
 import shutil
@@ -12,20 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import make_diffs
 import pytest
+import releases
 
 from vllm_specpatch.patches import SERIES
 
-
-def _load(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-releases = _load("releases")
-make_diffs = _load("make_diffs")
 PROBE = Path(__file__).with_name("probe_release.py")
 PROCESSES = 2
 TIMEOUT_S = 300

@@ -1,10 +1,7 @@
 """Every digest of patches/digests.py, on the sources of every supported release. Nothing is imported."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
+import releases
 from packaging.specifiers import SpecifierSet
 
 from vllm_specpatch import fingerprint
@@ -13,15 +10,6 @@ from vllm_specpatch.patches.digests import FLASHINFER_DECODE_DIGESTS, VLLM_DIGES
 from vllm_specpatch.patches.native import FIRST_FLASHINFER
 from vllm_specpatch.patches.v1_attention_backends_flashinfer import PATCH
 
-
-def _load(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-releases = _load("releases")
 TABLE = releases.table()
 FLASHINFERS = list(dict.fromkeys(row.flashinfer for row in TABLE.values()))
 HAVE_NATIVE = [v for v in FLASHINFERS if v in SpecifierSet(f">={FIRST_FLASHINFER}")]

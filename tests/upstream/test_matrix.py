@@ -9,7 +9,6 @@ cells of those releases.
 from __future__ import annotations
 
 import concurrent.futures
-import importlib.util
 import json
 import os
 import subprocess
@@ -19,16 +18,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import releases
 
-
-def _load(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-releases = _load("releases")
 PROBE = Path(__file__).with_name("probe_release.py")
 PROCESSES = 2
 TIMEOUT_S = 300
