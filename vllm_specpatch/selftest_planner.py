@@ -56,22 +56,24 @@ def compiler() -> str | None:
 
 
 class HostPlanner:
-    """The compiled planner. ``folder`` receives the library and must outlive the object."""
+    """The compiled planner. ``folder`` receives the library and must outlive the object. ``more``: C++ behind
+    :data:`SHIM`; ``flags``: further ones of the compiler."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, more: str = "", flags: Sequence[str] = ()) -> None:
         found = compiler()
         if found is None:
             raise NoCompiler("wanted a C++20 compiler (g++, clang++), found none")
         self._spec_mask = importlib.import_module(f"{KERNELS}.spec_mask")
         csrc = importlib.import_module(f"{KERNELS}.build").CSRC
         source, library = folder / "planner.cpp", folder / "planner.so"
-        source.write_text(SHIM)
+        source.write_text(SHIM + more)
         command = [
             found,
             "-std=c++20",
             "-O1",
             "-shared",
             "-fPIC",
+            *flags,
             f"-I{csrc}",
             str(source),
             "-o",

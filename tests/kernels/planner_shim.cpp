@@ -1,4 +1,5 @@
-// C interface to csrc/planner.cuh for ctypes: the code the GPU runs, on one thread or several.
+// What the tests add to the C interface of vllm_specpatch/selftest_planner.py, behind which this is compiled:
+// the code the GPU runs on several threads, and one of its parts.
 #include <barrier>
 #include <cstdint>
 #include <thread>
@@ -62,27 +63,12 @@ struct ThreadTeam {
 
 extern "C" {
 
-int32_t shape_fields() { return sizeof(PlanShape) / sizeof(int32_t); }
-
-// grid, int32 elements of the buffer, partial rows; sets shape->grid.
-void sizes(PlanShape* shape, int64_t* out) {
-  shape->grid = plan_grid(*shape);
-  out[0] = shape->grid;
-  out[1] = plan_layout(*shape).total;
-  out[2] = max_partial_rows(*shape);
-}
-
 int32_t covered(const PlanShape* shape, int32_t kv_len) { return covered_tokens(*shape, kv_len); }
 
-void plan(const PlanShape* shape, const int32_t* seq_lens, const int32_t* query_start_loc,
-          int32_t num_requests, int32_t* buffer, int32_t threads) {
+void plan_on_threads(const PlanShape* shape, const int32_t* seq_lens, const int32_t* query_start_loc,
+                     int32_t num_requests, int32_t* buffer, int32_t threads) {
   const PlanArrays arrays = plan_arrays(*shape, buffer);
   std::vector<int32_t> scratch(plan_scratch_elements(*shape), -1);
-  if (threads <= 1) {
-    SerialTeam team;
-    make_plan(team, *shape, seq_lens, query_start_loc, num_requests, arrays, scratch.data());
-    return;
-  }
   ThreadTeam::Shared shared(threads);
   std::vector<std::thread> workers;
   for (int32_t t = 0; t < threads; ++t) {

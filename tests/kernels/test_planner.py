@@ -150,7 +150,7 @@ def check(planner, shape, partial_rows, seq_lens, start, plan):
 @given(data=st.data())
 def test_plans_are_complete(planner, data):
     shape, elements, partial_rows = planner.complete(data.draw(shapes()))
-    buffer = planner.new_buffer(elements)
+    buffer = planner.buffer(elements)
     # One buffer for all plans of the shape, as under a captured graph: lengths grow and shrink.
     for _ in range(data.draw(st.integers(1, 3))):
         lens, start = data.draw(batches(shape))
@@ -163,9 +163,9 @@ def test_plans_are_complete(planner, data):
 def test_result_does_not_depend_on_the_number_of_threads(planner, data):
     shape, elements, _ = planner.complete(data.draw(shapes()))
     lens, start = data.draw(batches(shape))
-    one = planner.plan(shape, lens, start, planner.new_buffer(elements), elements)
+    one = planner.plan(shape, lens, start, planner.buffer(elements), elements)
     for threads in (3, 7):
-        many = planner.plan(shape, lens, start, planner.new_buffer(elements), elements, threads)
+        many = planner.plan(shape, lens, start, planner.buffer(elements), elements, threads)
         used = one["header"][1]
         for name in ("request_indices", "qo_tile_indices", "kv_tile_indices"):
             assert one[name][:used] == many[name][:used]
@@ -207,7 +207,7 @@ def base_shape(**changes):
 
 def test_one_captured_shape_for_all_lengths(planner):
     shape, elements, partial_rows = planner.complete(base_shape())
-    buffer = planner.new_buffer(elements)
+    buffer = planner.buffer(elements)
     start = list(range(0, 65, 8))
     sweep = [1, 2, 7, 8, 9, 127, 128, 129, 1000, 4096, 32768, 131071, 131072]
     for length in sweep + sweep[::-1]:
@@ -263,7 +263,7 @@ def test_split_is_at_least_as_good_as_the_host_search(planner):
         lens = [max(1, length * (1 + i % 5) // 5) if ragged else length for i in range(requests)]
         q_lens = [8] * requests
         start = [8 * i for i in range(requests + 1)]
-        plan = planner.plan(shape, lens, start, planner.new_buffer(elements), elements)
+        plan = planner.plan(shape, lens, start, planner.buffer(elements), elements)
         theirs, _ = flashinfer_chunk(shape, q_lens, lens)
         ratio = makespan(shape, q_lens, lens, plan["header"][0]) / makespan(shape, q_lens, lens, theirs)
         # At 1024 tokens all of it is about a microsecond, and the simulation no better than that.
@@ -308,7 +308,7 @@ def test_split_against_measured_times(planner):
             shape,
             [case["context"]] * batch,
             [q_len * i for i in range(batch + 1)],
-            planner.new_buffer(elements),
+            planner.buffer(elements),
             elements,
         )
         chunk = plan["header"][0]
@@ -322,7 +322,7 @@ def test_split_against_measured_times(planner):
 
 def test_one_long_request_uses_every_slot(planner):
     shape, elements, _ = planner.complete(base_shape(max_requests=1, max_rows=8))
-    plan = planner.plan(shape, [131072], [0, 8], planner.new_buffer(elements), elements)
+    plan = planner.plan(shape, [131072], [0, 8], planner.buffer(elements), elements)
     assert shape["grid"] == 33
     assert plan["header"][1] >= 32
 
@@ -332,14 +332,14 @@ def test_exact_grids(planner):
     assert (none["grid"], partial_rows) == (8, 0)
     fixed, elements, _ = planner.complete(base_shape(split_mode=FIXED, fixed_chunk=2048))
     assert fixed["grid"] == 8 * 64
-    plan = planner.plan(fixed, [131072] * 8, list(range(0, 65, 8)), planner.new_buffer(elements), elements)
+    plan = planner.plan(fixed, [131072] * 8, list(range(0, 65, 8)), planner.buffer(elements), elements)
     assert plan["header"][1] == fixed["grid"]
 
 
 def test_fixed_split_does_not_depend_on_the_batch(planner):
     shape, elements, _ = planner.complete(base_shape(split_mode=FIXED, fixed_chunk=1024))
-    alone = planner.plan(shape, [5000], [0, 8], planner.new_buffer(elements), elements)
-    among = planner.plan(shape, [100, 5000, 90000], [0, 3, 11, 12], planner.new_buffer(elements), elements)
+    alone = planner.plan(shape, [5000], [0, 8], planner.buffer(elements), elements)
+    among = planner.plan(shape, [100, 5000, 90000], [0, 3, 11, 12], planner.buffer(elements), elements)
     assert alone["header"][0] == among["header"][0] == 1024
 
 
@@ -355,7 +355,7 @@ def test_impossible_lengths_are_contained(planner):
         ([100], [-4, 4], 2),
     ]
     for lens, bad_start, bit in cases:
-        plan = planner.plan(shape, lens, bad_start, planner.new_buffer(elements), elements)
+        plan = planner.plan(shape, lens, bad_start, planner.buffer(elements), elements)
         assert plan["header"][3] & bit, (lens, bad_start)
         assert plan["header"][1] <= shape["grid"]
         for first, count in zip(plan["merge_rows"][::2], plan["merge_rows"][1::2]):
@@ -368,5 +368,5 @@ def test_impossible_lengths_are_contained(planner):
 def test_padding_requests_may_have_any_length(planner):
     shape, elements, partial_rows = planner.complete(base_shape())
     lens, start = [50, 0, 999999999, -1], [0, 4, 4, 4, 4]
-    plan = planner.plan(shape, lens, start, planner.new_buffer(elements), elements)
+    plan = planner.plan(shape, lens, start, planner.buffer(elements), elements)
     check(planner, shape, partial_rows, [50], [0, 4], plan)

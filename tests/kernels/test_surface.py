@@ -531,7 +531,7 @@ def test_unpack_follows_the_layout(planner):
         num_sms=20,
     )
     shape, elements, _ = planner.complete(shape)
-    lists = planner.plan(shape, [400, 900, 5], [0, 2, 4, 6], planner.new_buffer(elements), elements)
+    lists = planner.plan(shape, [400, 900, 5], [0, 2, 4, 6], planner.buffer(elements), elements)
     assert lists["kv_len"] == [400, 900, 5]
     assert lists["q_start"] == [0, 2, 4]
     assert lists["page_indptr"] == [0, 9, 18, 27]
