@@ -49,6 +49,17 @@ struct BlockTeam {
 
   __device__ int32_t group_sum(int32_t v) const { return __reduce_add_sync(0xffffffffu, v); }
 
+  __device__ Choice group_min(const Choice& v) const {
+    const uint32_t high = static_cast<uint32_t>(v.key >> 32), low = static_cast<uint32_t>(v.key);
+    const uint32_t min_high = __reduce_min_sync(0xffffffffu, high);
+    const uint32_t rest = high == min_high ? low : 0xffffffffu;
+    const uint32_t min_low = __reduce_min_sync(0xffffffffu, rest);
+    // Keys differ, so this is one lane; the first of them where the low half is all ones.
+    const uint32_t owners = __ballot_sync(0xffffffffu, high == min_high && low == min_low);
+    return Choice{static_cast<uint64_t>(min_high) << 32 | min_low,
+                  __shfl_sync(0xffffffffu, v.chunk, __ffs(static_cast<int>(owners)) - 1)};
+  }
+
   __device__ static Totals warp_reduce(Totals v) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) {

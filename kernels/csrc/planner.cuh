@@ -45,6 +45,8 @@ enum PlanStatus : int32_t {
 // equal pieces, and as many that give every multiprocessor 1, 2, ... CTAs.
 constexpr int32_t kPieces = 16;
 constexpr int32_t kCandidates = 2 * kPieces;
+// Up to so many requests, a thread counts the CTAs of a candidate by itself.
+constexpr int32_t kFewRequests = 16;
 
 // The captured shape. Constant for the life of a plan, so a CUDA graph may bake it in.
 struct PlanShape {
@@ -211,7 +213,7 @@ SPEC_PLAN_FN PlanArrays plan_arrays(const PlanShape& s, int32_t* base) {
 
 // Scratch of one planning team: shared memory on the device. int32 elements.
 SPEC_PLAN_FN int32_t plan_scratch_elements(const PlanShape& s) {
-  return 3 * kCandidates + 5 * s.max_requests;
+  return 2 * kCandidates + 5 * s.max_requests;
 }
 
 // What the planner knows about a batch as a whole.
@@ -235,6 +237,13 @@ struct Pair {
   int32_t ctas, rows;
 };
 
+// A chunk size that was weighed. Keys are different: the cost, and behind it the candidate's number,
+// so that of two that cost the same the first is taken whoever compares them.
+struct Choice {
+  uint64_t key;
+  int32_t chunk;
+};
+
 // ---------------------------------------------------------------------------------------------
 // The planner. A Team is a set of threads that call every function together:
 //   rank(), size()                 this thread among all
@@ -242,6 +251,7 @@ struct Pair {
 //   lane(), lanes()                this thread within its group
 //   sync()                         barrier that also orders memory
 //   group_sum(v)                   sum over the lanes of a group, known to all its lanes
+//   group_min(choice)              the smallest over the lanes of a group, known to all its lanes
 //   reduce(totals)                 Totals::add over the team, known to all
 //   exclusive_scan(pair, &total)   field by field, over ranks
 // With one thread, all of it is the identity; the result must not depend on the team's size.
@@ -282,66 +292,87 @@ SPEC_PLAN_FN int32_t candidate_chunk(const PlanShape& s, const Totals& all, int3
 // (tests/kernels/split_times.json).
 SPEC_PLAN_FN int64_t plan_cost(const PlanShape& s, const Totals& all, int32_t chunk,
                                int32_t ctas) {
-  const int64_t sms = s.num_sms, wave = max_i32(1, s.wave_ctas), n = ctas;
+  const int32_t wave = max_i32(1, s.wave_ctas);
+  const int64_t sms = s.num_sms, n = ctas;
   const int64_t largest = min_i32(chunk, all.longest);
   const int64_t work = all.tokens + n * s.cta_tokens;
-  const int64_t per_sm = (n * s.num_kv_heads + sms - 1) / sms;
+  // A grid times the KV heads is a number of CTAs that can be launched, so it has 31 bits; a division of
+  // 64 bits is a subroutine on a GPU.
+  const int32_t per_sm = ceil_div_i32(ctas * s.num_kv_heads, s.num_sms);
   const int64_t even = per_sm * (largest + s.cta_tokens) * sms;
   const int64_t uneven = work * s.num_kv_heads + largest * sms;
   const int64_t shared = even < uneven ? even : uneven;
   const int64_t slow = largest * s.lone_percent / 100;
-  const int64_t even_waves = (n + wave - 1) / wave * (slow + s.cta_tokens) * sms;
+  const int64_t even_waves = ceil_div_i32(ctas, wave) * (slow + s.cta_tokens) * sms;
   const int64_t uneven_waves =
       ((all.tokens * s.lone_percent / 100 + n * s.cta_tokens) / wave + slow) * sms;
   const int64_t alone = even_waves < uneven_waves ? even_waves : uneven_waves;
-  const int64_t pieces = (all.longest + chunk - 1) / chunk;
+  const int64_t pieces = ceil_div_i32(all.longest, chunk);
   const int64_t merge = pieces > 1 ? pieces * s.merge_tokens * sms : 0;
   return (shared > alone ? shared : alone) + merge;
 }
 
+// What candidate k costs if its chunks make `ctas` CTAs per KV head.
+SPEC_PLAN_FN Choice weigh(const PlanShape& s, const Totals& all, int32_t k, int32_t chunk,
+                          int32_t ctas) {
+  static_assert(kCandidates <= 32, "the candidate's number has 5 bits of the key");
+  constexpr uint64_t kNever = UINT64_MAX / 64;
+  const uint64_t cost =
+      ctas <= s.grid ? static_cast<uint64_t>(plan_cost(s, all, chunk, ctas)) : kNever;
+  return Choice{cost * 32 + static_cast<uint64_t>(k), chunk};
+}
+
+SPEC_PLAN_FN Choice cheaper(const Choice& a, const Choice& b) { return b.key < a.key ? b : a; }
+
 // Chooses the chunk size of one batch: the cheapest candidate that fits the captured grid. One
-// that does not split at all always fits. Divisions of 64 bits are slow on a GPU, so every
-// candidate's are done by a thread of its own; only the counting takes a whole group.
+// that does not split at all always fits. A candidate is weighed by a thread of its own, since the
+// divisions are what it takes; of a large batch, a whole group counts its CTAs before. Every group
+// then finds the smallest for itself, which is sooner than waiting to be told.
 template <class Team>
 SPEC_PLAN_FN int32_t choose_chunk(Team& team, const PlanShape& s, const Totals& all,
                                   int32_t num_requests, const int32_t* tiles,
-                                  const int32_t* covered, int64_t* costs, int32_t* chunks) {
+                                  const int32_t* covered, int32_t* counts, int32_t* chunks) {
   if (s.split_mode == kSplitNone) return max_i32(s.granule, all.longest);
   if (s.split_mode == kSplitFixed) return s.fixed_chunk;
   if (all.tiles == 0) return s.min_chunk;
-  constexpr int64_t kNever = INT64_MAX;
-  for (int32_t k = team.rank(); k < kCandidates; k += team.size()) {
-    chunks[k] = candidate_chunk(s, all, k);
+  const bool few = num_requests <= kFewRequests;
+  if (!few) {
+    for (int32_t k = team.rank(); k < kCandidates; k += team.size()) {
+      chunks[k] = candidate_chunk(s, all, k);
+    }
+    team.sync();
+    for (int32_t k = team.group(); k < kCandidates; k += team.groups()) {
+      const int32_t n = count_ctas(team, num_requests, tiles, covered, chunks[k]);
+      if (team.lane() == 0) counts[k] = n;
+    }
+    team.sync();
   }
-  team.sync();
-  for (int32_t k = team.group(); k < kCandidates; k += team.groups()) {
-    const int32_t n = count_ctas(team, num_requests, tiles, covered, chunks[k]);
-    if (team.lane() == 0) costs[k] = n;
+  Choice best{UINT64_MAX, 0};
+  for (int32_t k = team.lane(); k < kCandidates; k += team.lanes()) {
+    int32_t chunk, n = 0;
+    if (few) {
+      chunk = candidate_chunk(s, all, k);
+      for (int32_t i = 0; i < num_requests; ++i) n += tiles[i] * ceil_div_i32(covered[i], chunk);
+    } else {
+      chunk = chunks[k];
+      n = counts[k];
+    }
+    best = cheaper(best, weigh(s, all, k, chunk, n));
   }
-  team.sync();
-  for (int32_t k = team.rank(); k < kCandidates; k += team.size()) {
-    const int32_t n = static_cast<int32_t>(costs[k]);
-    costs[k] = n <= s.grid ? plan_cost(s, all, chunks[k], n) : kNever;
-  }
-  team.sync();
-  int32_t best = 0;  // one piece
-  for (int32_t k = 1; k < kCandidates; ++k) {
-    if (costs[k] < costs[best]) best = k;
-  }
-  return chunks[best];
+  return team.group_min(best).chunk;
 }
 
 // Plans one batch.
 //   seq_lens         [num_requests] KV tokens of each request, its query tokens included
 //   query_start_loc  [num_requests + 1] first row of each request; non-decreasing
-//   scratch          plan_scratch_elements(s) int32 on 8 bytes, shared by the team
+//   scratch          plan_scratch_elements(s) int32, shared by the team
 // num_requests <= max_requests. Writes every array of `out`; depends on nothing else.
 template <class Team>
 SPEC_PLAN_FN void make_plan(Team& team, const PlanShape& s, const int32_t* seq_lens,
                             const int32_t* query_start_loc, int32_t num_requests,
                             const PlanArrays& out, int32_t* scratch) {
-  int64_t* costs = reinterpret_cast<int64_t*>(scratch);
-  int32_t* candidates = scratch + 2 * kCandidates;
+  int32_t* counts = scratch;
+  int32_t* candidates = counts + kCandidates;
   int32_t* tiles = candidates + kCandidates;
   int32_t* covered = tiles + s.max_requests;  // later: first CTA of each request
   int32_t* q_len_of = covered + s.max_requests;
@@ -391,7 +422,7 @@ SPEC_PLAN_FN void make_plan(Team& team, const PlanShape& s, const int32_t* seq_l
   const Totals all = team.reduce(mine);  // orders the scratch writes too
   // Rows of max_q_len-sized requests may still exceed the captured total when query_start_loc
   // overlaps; the CTA bound below then drops the excess instead of writing past the arrays.
-  const int32_t chunk = choose_chunk(team, s, all, num_requests, tiles, covered, costs,
+  const int32_t chunk = choose_chunk(team, s, all, num_requests, tiles, covered, counts,
                                      candidates);
   const bool direct = s.split_mode == kSplitNone || chunk >= all.longest;
 
@@ -472,6 +503,7 @@ struct SerialTeam {
   SPEC_PLAN_FN int32_t lanes() const { return 1; }
   SPEC_PLAN_FN void sync() const {}
   SPEC_PLAN_FN int32_t group_sum(int32_t v) const { return v; }
+  SPEC_PLAN_FN Choice group_min(const Choice& v) const { return v; }
   SPEC_PLAN_FN Totals reduce(const Totals& v) const { return v; }
   SPEC_PLAN_FN Pair exclusive_scan(Pair v, Pair* total) const {
     *total = v;
