@@ -414,6 +414,12 @@ def _compile_error(library: Path, spec: Spec, error: Exception) -> BuildError:
     )
 
 
+def compile_jit(jit: Any) -> None:
+    """Runs ninja, in every supported release of FlashInfer. Up to 0.6.14 ``verbose`` has no default, and
+    ``build()`` takes FlashInfer's lock by itself: it would wait for ours for ever."""
+    jit.build(verbose=False, need_lock=False)
+
+
 def build(spec: Spec, arch: Arch, before_build: Callable[[str], None] | None = None) -> Path:
     """The library of a module in FlashInfer's JIT cache, built if need be. Idempotent.
 
@@ -446,14 +452,14 @@ def build(spec: Spec, arch: Arch, before_build: Callable[[str], None] | None = N
                 f"about {build_seconds(spec)} s, cached afterwards"
             )
         try:
-            jit.build()
+            compile_jit(jit)
         except RuntimeError as error:
             if not leftovers:
                 raise _compile_error(library, spec, error) from error
             # Perhaps an object of an interrupted build: once more from nothing.
             shutil.rmtree(library.parent, ignore_errors=True)
             try:
-                jit_spec(spec, arch).build()
+                compile_jit(jit_spec(spec, arch))
             except RuntimeError as again:
                 raise _compile_error(library, spec, again) from again
         _write_note(library, spec, arch)

@@ -3,6 +3,7 @@
 The headers come from the releases' wheels on PyPI and are kept outside the checkout (ptxas.py).
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -11,11 +12,16 @@ from pathlib import Path
 
 import ptxas
 import pytest
+import releases
 
 from vllm_specpatch.kernels import build
 from vllm_specpatch.kernels.spec_mask import Spec
 
 FOLDERS = ("flashinfer/data/include/", "flashinfer/data/cccl/")
+needs_nvcc = pytest.mark.skipif(
+    build.find_nvcc() is None,
+    reason="compiling the kernels needs nvcc; none in CUDA_HOME, PATH or /usr/local/cuda",
+)
 
 
 def headers_of(version: str) -> Path:
@@ -64,10 +70,7 @@ def test_headers_are_those_that_were_read(version):
     build.check_flashinfer(version, headers_of(version))
 
 
-@pytest.mark.skipif(
-    build.find_nvcc() is None,
-    reason="compiling the kernels needs nvcc; none in CUDA_HOME, PATH or /usr/local/cuda",
-)
+@needs_nvcc
 @pytest.mark.parametrize("version", build.SUPPORTED_FLASHINFER)
 def test_a_unit_compiles(version, tmp_path):
     pytest.importorskip("tvm_ffi")
@@ -81,3 +84,44 @@ def test_a_unit_compiles(version, tmp_path):
         only={"unit_causal_16.cu"},
     )
     assert (row["tile_q"], row["spilled"]) == (16, 0)
+
+
+BUILD = """
+from vllm_specpatch.kernels import build
+from vllm_specpatch.kernels.spec_mask import Spec
+print(build.flashinfer_version())
+try:
+    build.build(Spec(head_dim=128, group_size=4, max_q_len=4), build.Arch.parse("8.6"))
+except build.BuildError as error:
+    print(error)
+"""
+
+
+@needs_nvcc
+@pytest.mark.parametrize("version", build.SUPPORTED_FLASHINFER)
+def test_each_release_is_asked_to_build_as_it_wants_to_be(version, tmp_path):
+    """The way to the compiler through the release's own Python: arguments, locks, generated files. Up to
+    0.6.14 it took the lock by itself, which is ours already."""
+    try:
+        folder = releases.unpacked("flashinfer-python", version)
+    except releases.Unreachable as error:
+        pytest.skip(str(error))
+    ninja = tmp_path / "bin" / "ninja"
+    ninja.parent.mkdir()
+    ninja.write_text("#!/bin/sh\necho 'error: ninja was reached'\nexit 1\n")
+    ninja.chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{ninja.parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(folder),
+        "FLASHINFER_WORKSPACE_BASE": str(tmp_path),
+        "VLLM_SPECPATCH_KERNELS": "",
+    }
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", BUILD], env=environment, capture_output=True, text=True, timeout=120
+    )
+    found, *said = done.stdout.splitlines()
+    assert found == version
+    assert any("did not compile: error: ninja was reached" in line for line in said), (
+        done.stdout + done.stderr
+    )
