@@ -20,6 +20,14 @@ REPLACE_UPSTREAM_NATIVE = ("spec_mask",)
 #: "auto" belongs here once a release that does so was run on a GPU.
 UPDATE_DRAFT_METADATA = ("spec_mask",)
 
+#: The settings with which non-causal draft blocks (DFlash) are decodes, in FULL CUDA graphs. "auto" belongs
+#: here once that was run on a GPU.
+NON_CAUSAL = ("spec_mask",)
+
+#: The settings with which vLLM 0.31 and later may trim drafts on the device (adaptive verification), and
+#: replay FULL graphs over verify requests of any length. "auto" belongs here once that was run on a GPU.
+VARLEN_GRAPHS = ("spec_mask",)
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -34,7 +42,7 @@ class Facts:
     upstream_native: bool = False  # vLLM itself verifies on FlashInfer's FA2 kernels (0.33, below sm_90)
     route: str = "auto"  # VLLM_SPECPATCH_ROUTE
     decode_context_parallel_size: int = 1
-    non_causal: bool = False
+    non_causal: bool = False  # batches that graphs are promised for may be non-causal (DFlash drafts)
     batch_invariant: bool = False
     sinks: bool = False  # a layer has attention sinks
     kv_cache_dtype: str = "auto"
@@ -58,6 +66,17 @@ def _stock(state: State, reason: str, wanted: str = "", found: str = "", next_st
     return Finding(state, reason, wanted, found, next_step)
 
 
+def no_route_for_non_causal(route: str) -> Finding:
+    """Why the blocks of a non-causal drafter stay prefills, planned on the host and run eagerly."""
+    return _stock(
+        State.REFUSED,
+        "the drafter attends non-causally, which FlashInfer's own multi-token decode plans cannot express",
+        "route spec_mask, asked for by name",
+        f"route {route}",
+        "VLLM_SPECPATCH_ROUTE=spec_mask serves such drafters, or says why it cannot",
+    )
+
+
 def why_stock(facts: Facts) -> Finding | None:
     """None if spec-as-decode may be promised for this configuration; otherwise why vLLM stays stock.
 
@@ -72,7 +91,7 @@ def why_stock(facts: Facts) -> Finding | None:
     if facts.capability is None:
         return _stock(State.REFUSED, "no CUDA device", "a GPU of capability 8.0 or later", "none")
     major, minor = facts.capability
-    # Neither trtllm-gen nor FlashInfer's FA2 takes several non-causal tokens, and nothing takes DCP.
+    # Neither trtllm-gen nor vLLM's own plans for FA2 take several non-causal tokens, and nothing takes DCP.
     causal, sharded = not facts.non_causal, facts.decode_context_parallel_size > 1
     if facts.trtllm_api_decode and facts.trtllm_api_multi_token and not sharded and (causal or major != 10):
         kernels = "trtllm-gen" if major == 10 else "XQA"
@@ -98,13 +117,16 @@ def why_stock(facts: Facts) -> Finding | None:
             "decode_context_parallel_size 1",
             str(facts.decode_context_parallel_size),
         )
-    if facts.non_causal:
+    if facts.non_causal and facts.trtllm_api_decode:
         return _stock(
             State.REFUSED,
-            "the drafter attends non-causally, which multi-token decode plans cannot express",
-            "causal attention",
-            "use_non_causal",
+            "the drafter attends non-causally, and vLLM decodes through trtllm-gen here, which cannot",
+            "a group that FlashInfer's native kernels serve",
+            f"trtllm-gen on sm_{major}{minor}",
+            "--attention-config.use_trtllm_attention=0 selects the native kernels, which are patched",
         )
+    if facts.non_causal and facts.route not in NON_CAUSAL:
+        return no_route_for_non_causal(facts.route)
     if facts.batch_invariant:
         return _stock(
             State.REFUSED,

@@ -30,6 +30,16 @@ VLLM_DIGESTS: dict[str, dict[str, str]] = {
         "10ba8d5a7ce9b5912e81e984e0d7ac104552217f9bfc1987efab55814173f93f": "from vllm 0.32.0",
         "0cd22c09601d0d85e0eb856a42d3aa54b97a4c9dd3aa5926c56a29dae86eb935": "from vllm 0.33.0",
     },
+    "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder.get_varlen_cudagraph_max_query_len": {
+        "absent": "from vllm 0.24.0",
+        "79f6bebeed8e0d7bb7021a417fe613d74b9f3cc5eaff901c6b26639385f228b6": "from vllm 0.31.0",
+        "a617641a51fd641be69af936b9f7af347293a79b42c07281b6bd7976d59cf38d": "from vllm 0.33.0",
+    },
+    "vllm.v1.attention.backends.flashinfer:FlashInferBackend.supports_device_cpu_query_lens_mismatch": {
+        "absent": "from vllm 0.24.0",
+        "9ecbb3a360ed156e34392210a1256768e98119920548bdf77a6dbc210d147b4f": "from vllm 0.28.0",
+        "8749fd0ea4a351085de293a291197968c3e5bdea74b14c7af9c0caf3af943694": "from vllm 0.29.0",
+    },
     "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder.build": {
         "ca8b1dbec4fea28ea8588b456b04dd4acd2996ac7d4ce7298d520d3472d252c7": "from vllm 0.24.0",
         "184a6260d02b900cebd3ac7ad5e60a24765893532d4080201e1ec765944934a8": "from vllm 0.25.0",

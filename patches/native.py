@@ -31,6 +31,7 @@ class NativeRoute:
 
     name = "native"
     builds = False
+    non_causal = False
 
     def __init__(self, builder: Any, flashinfer_backend: Any) -> None:
         self._builder = builder

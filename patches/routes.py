@@ -19,11 +19,14 @@ class Route(Protocol):
     """What the FlashInfer patch asks of a route."""
 
     name: str
-    #: True: ``build(common, stock_build, captured)`` makes the metadata of causal batches;
-    #: ``stock(build)`` calls vLLM's own for the others; ``update_draft_decode_metadata`` is optional.
+    #: True: ``build(common, stock_build, captured)`` makes the metadata of batches whose ``causal`` it
+    #: ``serves``; ``stock(build)`` calls vLLM's own for the others; ``update_draft_decode_metadata`` is
+    #: optional.
     #: False: vLLM's ``build()`` runs and asks for ``decode_wrapper(requests, q_len, graph)`` and
     #: ``plan(wrapper, arguments of fast_plan_decode by name)`` (see :class:`.native.NativeRoute`).
     builds: bool
+    #: Whether it can serve blocks in which every row sees every other (drafts of DFlash).
+    non_causal: bool
 
     @classmethod
     def why_not(cls) -> Finding | None:

@@ -121,6 +121,49 @@ def draft_metadata_can_be_updated(builder: Any) -> bool:
     return hasattr(type(builder), "update_draft_decode_metadata")
 
 
+def may_be_non_causal(vllm_config: Any) -> bool:
+    """Whether batches of a configuration for which graphs are promised may be non-causal.
+
+    Builders of a drafter get a configuration that says so on the V2 runner from 0.26. Before, they get the
+    target's, and the drafter follows the target's graph mode whatever its own attention can do: a promise for
+    the target is one for the drafter. The V1 runner runs drafts in no FULL graph.
+    """
+    if vllm_config.attention_config.use_non_causal:
+        return True
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method not in ("dflash", "dspark"):
+        return False
+    if not vllm_config.use_v2_model_runner:
+        return False
+    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+    if hasattr(DraftModelSpeculator, "attn_vllm_config"):
+        return False
+    if speculative.method == "dspark":  # there without a causal variant
+        return True
+    from vllm.v1.worker.gpu.spec_decode.dflash.utils import get_dflash_causal
+
+    return not get_dflash_causal(speculative.draft_model_config)
+
+
+def graphs_may_be_ragged(builder_class: Any) -> bool:
+    """Whether FULL graphs of decodes of unequal length exist (from 0.31, V2 runner)."""
+    return hasattr(builder_class, "get_varlen_cudagraph_max_query_len")
+
+
+def trims_on_device(vllm_config: Any) -> bool:
+    """Whether drafts are trimmed on the device (adaptive verification). The query lengths on the host have
+    the right sum then, spread evenly over the requests that verify."""
+    return bool(getattr(vllm_config.speculative_config, "enable_adaptive_verification", False))
+
+
+def names_flashinfer(vllm_config: Any) -> bool:
+    """Whether the user chose this backend, for all layers or for those of a kind."""
+    attention = vllm_config.attention_config
+    chosen = [attention.backend, *(getattr(attention, "backend_per_kind", None) or {}).values()]
+    return any(getattr(backend, "name", backend) == "FLASHINFER" for backend in chosen)
+
+
 def max_decode_rows(vllm_config: Any) -> int:
     """Rows of the longest decode with speculation: the token to verify from and its drafts, which parallel
     drafting doubles (``_init_reorder_batch_threshold``)."""

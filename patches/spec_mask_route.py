@@ -1,9 +1,12 @@
 """Route ``spec_mask``: verify attention of ``vllm_specpatch.kernels``, planned on the device.
 
 A decode batch is planned by one small kernel from vLLM's own device tensors (``seq_lens``,
-``query_start_loc``, the block table as it is). vLLM's ``build()`` body, which waits for the GPU to copy the
-lengths and plans on the host, is skipped; only real prefills of a mixed batch go through it. Decodes may
-have different query lengths up to the reorder threshold: n-gram and trimmed drafts stay decodes.
+``query_start_loc``, the block table as it is), launched in front of the first layer that runs: a captured
+graph holds it and plans itself from what these tensors are at every replay. vLLM's ``build()`` body, which
+waits for the GPU to copy the lengths and plans on the host, is skipped; only real prefills of a mixed batch
+go through it. Decodes may have different query lengths up to the reorder threshold: n-gram and trimmed
+drafts stay decodes. Blocks of a non-causal drafter, whose rows all see each other, are served the same way,
+with plans of their own.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from .routes_base import CapturedShapes, RouteUnavailable
 log = logging.getLogger("vllm.specpatch")
 #: vLLM's names of caches that do not have the model's dtype.
 KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+#: Mask kind of a batch by vLLM's ``causal`` of it.
+MASKS = {True: "causal", False: "full"}
 #: What this file can set on the metadata of a decode batch. A release has some of these; a field that is not
 #: among them would be left at a default unseen.
 METADATA_FIELDS = {
@@ -49,6 +54,10 @@ class SpecMaskDecode:
 
     A new one per build, so that a later build cannot change the table under a step already in flight; the
     plan and its workspace are shared and stay at their addresses.
+
+    The lengths are read when the first layer runs, as FLASH_ATTN reads them, and by a captured graph from the
+    addresses that it was captured with: vLLM keeps its inputs there (vllm/v1/worker/gpu/input_batch.py,
+    InputBuffers), or no backend's decode graphs could be replayed.
     """
 
     def __init__(
@@ -67,10 +76,25 @@ class SpecMaskDecode:
         self._window_left = route.window_left
         self._logits_soft_cap = route.soft_cap
         self._sm_scale = route.sm_scale
+        self._first_layer: int | None = None
+        self._capturing = False
 
-    def update(self) -> None:
-        """Plans from the lengths as they are on the device when this runs there."""
-        self.plan.update(self._seq_lens, self._query_start_loc)
+    def replan(self) -> None:
+        """Lets the next layer that runs plan: the lengths have changed on the device."""
+        self._first_layer = None
+
+    def _plan_before(self, key_cache: Any) -> None:
+        """Plans if ``key_cache`` is of the first layer of a forward pass. Whoever calls the model twice with
+        one batch (a warm-up and then the capture, the draft steps of one graph) starts with the layer that
+        it started with before; a graph must hold its own planning whatever ran before it was captured."""
+        import torch
+
+        layer = key_cache.data_ptr()
+        # Builds of torch without CUDA have no streams to ask.
+        capturing = key_cache.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self._first_layer in (None, layer) or capturing != self._capturing:
+            self.plan.update(self._seq_lens, self._query_start_loc)
+            self._first_layer, self._capturing = layer, capturing
 
     def run(
         self,
@@ -92,6 +116,7 @@ class SpecMaskDecode:
                 "sinks: wanted none, found attention sinks; set VLLM_SPECPATCH=0 for this model"
             )
         key_cache, value_cache = seams.key_and_value(kv_cache)
+        self._plan_before(key_cache)
         return spec_mask.run(
             self.plan,
             q,
@@ -140,6 +165,7 @@ class SpecMaskRoute:
 
     name = "spec_mask"
     builds = True
+    non_causal = True
 
     def __init__(self, builder: Any, flashinfer_backend: Any) -> None:
         self._builder = builder
@@ -159,9 +185,12 @@ class SpecMaskRoute:
             )
         spec = self._spec()
         self._module = load(spec)
-        self._plans: dict[tuple[int, int], spec_mask.Plan] = {}
-        #: By (row stride, columns) of the block table, which a runner need not keep the same for all builds.
-        self._eager_plans: dict[tuple[int, int], spec_mask.Plan] = {}
+        #: Graphs may hold decodes of any lengths, and replay any others of the same sum.
+        self._ragged_graphs = seams.trims_on_device(builder.vllm_config)
+        #: By (requests, tokens, causal).
+        self._plans: dict[tuple[int, int, bool], spec_mask.Plan] = {}
+        #: By (row stride, columns, causal); a runner need not keep those of the block table the same.
+        self._eager_plans: dict[tuple[int, int, bool], spec_mask.Plan] = {}
         self._workspace = self._reserve()
         self._staging = Staging(builder.device)
         mib = sum(t.numel() * t.element_size() for t in self._workspace) / 2**20
@@ -212,19 +241,31 @@ class SpecMaskRoute:
             window=self.window_left >= 0,
             soft_cap=self.soft_cap > 0,
             max_q_len=builder.reorder_batch_threshold,
+            masks=masks_of(builder.vllm_config),
         )
+
+    def serves(self, causal: Any) -> bool:
+        """Whether batches with this ``causal`` are built here. A tensor (by request) is left to vLLM."""
+        return isinstance(causal, bool) and MASKS[causal] in self._module.spec.masks
 
     def _reserve(self) -> tuple[Any, Any]:
         """The partial outputs of the largest batch that is not captured. Owned by this route from its start:
         nothing of this size may be allocated while requests are served."""
         requests, q_len = self._largest_batch()
         longest = self._builder.model_config.max_model_len + q_len
+        pages = -(-longest // self._builder.page_size)
         try:
-            plan = self._plan(requests, q_len, longest, -(-longest // self._builder.page_size))
+            plans = [
+                self._plan(requests, requests * q_len, q_len, longest, pages, causal)
+                for causal, mask in MASKS.items()
+                if mask in self._module.spec.masks
+            ]
         except Exception as e:  # above all: no memory left for it
             why = f"no workspace for route spec_mask: {type(e).__name__}: {e}"
             raise RouteUnavailable(Finding(State.FAILED, why)) from e
-        return plan.partial_o, plan.partial_lse
+        # Kernels of different masks may run at different occupancy, and their plans split accordingly.
+        largest = max(plans, key=lambda plan: plan.partial_o.shape[0])
+        return largest.partial_o, largest.partial_lse
 
     def _largest_batch(self) -> tuple[int, int]:
         """(requests, rows of each)"""
@@ -233,24 +274,29 @@ class SpecMaskRoute:
 
     # -- plans -------------------------------------------------------------------------------------
 
-    def _plan(self, requests: int, q_len: int, max_kv_len: int, table_stride: int) -> spec_mask.Plan:
+    def _plan(
+        self, requests: int, rows: int, q_len: int, max_kv_len: int, table_stride: int, causal: bool
+    ) -> spec_mask.Plan:
         """A plan with partial outputs of its own."""
         return spec_mask.Plan(
             self._module,
             num_kv_heads=self._builder.num_kv_heads,
             max_requests=requests,
-            max_rows=requests * q_len,
+            max_rows=rows,
             max_q_len=q_len,
             max_kv_len=max_kv_len,
             page_table_stride=table_stride,
+            mask=MASKS[causal],
             window_left=self.window_left,
             device=self._builder.device,
         )
 
-    def _plan_in_workspace(self, requests: int, q_len: int, block_table: Any) -> spec_mask.Plan:
+    def _plan_in_workspace(
+        self, requests: int, rows: int, q_len: int, block_table: Any, causal: bool
+    ) -> spec_mask.Plan:
         # Drafts may reach past max_model_len for a step; the table bounds what can be read.
         reach = block_table.shape[1] * self._builder.page_size
-        plan = self._plan(requests, q_len, reach, block_table.stride(0))
+        plan = self._plan(requests, rows, q_len, reach, block_table.stride(0), causal)
         # One plan is live at a time, so all share the partial outputs of the largest: a workspace for
         # every captured shape would be over a GiB. A graph keeps the one that it was captured with.
         if self._workspace[0].shape[0] < plan.partial_o.shape[0]:
@@ -259,18 +305,23 @@ class SpecMaskRoute:
             plan.partial_o, plan.partial_lse = self._workspace
         return plan
 
-    def plan_for(self, requests: int, tokens: int, block_table: Any, graph: bool) -> spec_mask.Plan:
+    def plan_for(
+        self, requests: int, tokens: int, causal: bool, block_table: Any, graph: bool
+    ) -> spec_mask.Plan:
         """The plan of a captured shape (same object each time), or the one for every other batch."""
         if graph:
-            plan = self._plans.get((requests, tokens))
+            plan = self._plans.get((requests, tokens, causal))
             if plan is None:
-                plan = self._plan_in_workspace(requests, max(tokens // requests, 1), block_table)
-                self._plans[requests, tokens] = plan
+                longest = self._builder.reorder_batch_threshold if self._ragged_graphs else tokens // requests
+                q_len = max(min(longest, tokens), 1)
+                plan = self._plan_in_workspace(requests, tokens, q_len, block_table, causal)
+                self._plans[requests, tokens, causal] = plan
             return plan
-        table = block_table.stride(0), block_table.shape[1]
+        table = block_table.stride(0), block_table.shape[1], causal
         plan = self._eager_plans.get(table)
         if plan is None:
-            plan = self._plan_in_workspace(*self._largest_batch(), block_table)
+            requests, q_len = self._largest_batch()
+            plan = self._plan_in_workspace(requests, requests * q_len, q_len, block_table, causal)
             self._eager_plans[table] = plan
         return plan
 
@@ -282,7 +333,7 @@ class SpecMaskRoute:
             return build()
 
     def build(self, common: Any, stock_build: Any, captured: CapturedShapes) -> Any:
-        """``FlashInferMetadata`` of a causal batch without reading a device value.
+        """``FlashInferMetadata`` of a batch that this route :meth:`serves`, without reading a device value.
 
         ``stock_build(common)`` plans the prefills of a mixed batch. Raises whatever the kernels raise for
         arguments of the wrong kind: graphs were promised, so there is no quiet way back.
@@ -293,19 +344,18 @@ class SpecMaskRoute:
         )
         if not decodes:
             return self.stock(lambda: stock_build(common))
-        shape = (decodes, decode_tokens)
+        shape = (decodes, decode_tokens, common.causal)
         graph = captured.use_graph(
             shape,
             builder.enable_cuda_graph
             and not prefills
             and decode_tokens <= builder._decode_cudagraph_max_bs
-            and decode_tokens % decodes == 0,
+            and (self._ragged_graphs or decode_tokens % decodes == 0),
         )
         block_table = common.block_table_tensor[:decodes]
         plan = self.plan_for(*shape, block_table, graph)
         lengths = common.seq_lens[:decodes], common.query_start_loc[: decodes + 1]
         wrapper = SpecMaskDecode(self, plan, *lengths, block_table)
-        wrapper.update()
         decode = self._backend.FIDecode(wrapper=wrapper)
         if prefills:
             part = prefills_only(common, decodes, decode_tokens)
@@ -322,15 +372,16 @@ class SpecMaskRoute:
             num_decodes=decodes,
             num_decode_tokens=decode_tokens,
             decode=decode,
+            causal=common.causal,
             **self._fixed_fields,
         )
 
     def update_draft_decode_metadata(self, metadata: Any) -> None:
-        """Plans the next draft step; vLLM 0.28 and later may call this in place of ``build()``.
+        """Makes the next draft step plan itself; vLLM 0.28 and later may call this in place of ``build()``.
 
-        It may record this in the CUDA graph that holds all steps, and then it runs there and never again in
-        Python (vllm/v1/attention/backend.py). One kernel that reads the runner's own persistent buffers is
-        what it asks for; a plan made on the host could not do it.
+        It may record all steps in one CUDA graph, and then this never runs again in Python
+        (vllm/v1/attention/backend.py). A kernel that reads the runner's own persistent buffers is what it
+        asks for; a plan made on the host could not do it.
         """
         wrapper = metadata.decode.wrapper if metadata.decode is not None else None
         if not isinstance(wrapper, SpecMaskDecode):
@@ -338,7 +389,7 @@ class SpecMaskRoute:
                 "a draft step was not planned by route spec_mask, which promised to update it; "
                 "VLLM_SPECPATCH_ROUTE=auto promises no such thing"
             )
-        wrapper.update()
+        wrapper.replan()
 
     @functools.cached_property
     def _fixed_fields(self) -> dict[str, Any]:
@@ -349,7 +400,6 @@ class SpecMaskRoute:
             **seams.query_dtypes(self._builder),
             "num_prefills": 0,
             "num_prefill_tokens": 0,
-            "causal": True,
             "prefill": None,
             "use_cascade": False,
             "cascade_wrapper": None,
@@ -362,12 +412,31 @@ class SpecMaskRoute:
         return seams.kv_cache_layout(self._builder, self._backend)
 
 
+def masks_of(vllm_config: Any) -> tuple[str, ...]:
+    """The mask kinds that the batches of a configuration need. A non-causal drafter needs both: it may mix
+    causal layers (of a sliding window) with others."""
+    return tuple(MASKS.values()) if seams.may_be_non_causal(vllm_config) else (MASKS[True],)
+
+
 def make_spec(**fields: Any) -> spec_mask.Spec:
     """A spec, or :class:`.routes_base.RouteUnavailable` for what the kernels do not do."""
     try:
-        return spec_mask.Spec(**fields)
+        spec = spec_mask.Spec(**fields)
     except spec_mask.SpecMaskError as e:
         raise RouteUnavailable(Finding(State.REFUSED, str(e))) from e
+    tile = spec.tile(spec.max_q_len)
+    if spec.window and MASKS[False] in spec.masks and spec.max_q_len > tile:
+        # Plan says so too, but plans are made when graphs have been promised.
+        raise RouteUnavailable(
+            Finding(
+                State.REFUSED,
+                "non-causal blocks with a sliding window are longer than the kernels take",
+                wanted=f"at most {tile} rows",
+                found=str(spec.max_q_len),
+                next_step="lower num_speculative_tokens",
+            )
+        )
+    return spec
 
 
 def load(spec: spec_mask.Spec) -> spec_mask.Module:
@@ -383,7 +452,7 @@ def load(spec: spec_mask.Spec) -> spec_mask.Module:
 
 def layer_specs(vllm_config: Any, flashinfer_backend: Any, max_q_len: int) -> list[spec_mask.Spec]:
     """What the layers of a model on this backend need, target's and drafter's, each spec once."""
-    dtype = _name(vllm_config.model_config.dtype)
+    dtype, masks = _name(vllm_config.model_config.dtype), masks_of(vllm_config)
     specs: dict[spec_mask.Spec, None] = {}
     for impl in seams.attention_impls(vllm_config, flashinfer_backend):
         window = getattr(impl, "sliding_window", None)
@@ -395,6 +464,7 @@ def layer_specs(vllm_config: Any, flashinfer_backend: Any, max_q_len: int) -> li
             window=window is not None and window[0] >= 0,
             soft_cap=bool(impl.logits_soft_cap),
             max_q_len=max_q_len,
+            masks=masks,
         )
         specs[spec] = None
     return list(specs)

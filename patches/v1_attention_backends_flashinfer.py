@@ -3,7 +3,9 @@
 Target
     vllm.v1.attention.backends.flashinfer: FlashInferMetadataBuilder.get_cudagraph_support, .__init__,
     .build, .build_for_cudagraph_capture, ._get_decode_wrapper, ._compute_flashinfer_kv_metadata;
-    fast_plan_decode; split_decodes_and_prefills (the name in that module only).
+    fast_plan_decode; split_decodes_and_prefills (the name in that module only). From vLLM 0.31 also
+    FlashInferMetadataBuilder.get_varlen_cudagraph_max_query_len and
+    FlashInferBackend.supports_device_cpu_query_lens_mismatch.
 Why
     Where vLLM does not decode several tokens a request through trtllm-gen or XQA (sm_8x before 0.33, sm_12x
     before 0.28, sm_90 before 0.30, or no cubins), the gate answers UNIFORM_SINGLE_TOKEN_DECODE and the
@@ -13,7 +15,8 @@ Why
     FLASH_ATTN, 3.5 ms with this patch.
 How
     The gate and the threshold follow one decision per configuration. A route takes the decodes: spec_mask
-    makes their metadata itself, planned on the GPU, and leaves prefills to vLLM's build(); native gets a
+    makes their metadata itself, planned on the GPU, non-causal draft blocks (DFlash) included, which vLLM
+    plans as prefills and runs eagerly, and leaves prefills to vLLM's build(); native gets a
     wrapper keyed by (requests, q_len) into vLLM's build(), planned by requests, where rows that only pad a
     captured batch are planned as q_len tokens of page 0. Everything else runs vLLM's own code, called by the
     wrappers. No subclass or registry would do: the gate is a classmethod that two runners call on the class
@@ -40,11 +43,20 @@ from .. import gate
 from ..errors import Refused, SpecPatchError
 from ..patch import Context, Edit, Finding, Patch, State
 from . import routes, seams
-from .decision import REPLACE_UPSTREAM_NATIVE, UPDATE_DRAFT_METADATA, Decision, Facts, why_stock
+from .decision import (
+    REPLACE_UPSTREAM_NATIVE,
+    UPDATE_DRAFT_METADATA,
+    VARLEN_GRAPHS,
+    Decision,
+    Facts,
+    no_route_for_non_causal,
+    why_stock,
+)
 from .digests import FLASHINFER_DECODE_DIGESTS, VLLM_DIGESTS
 from .routes_base import CapturedShapes
 
 BUILDER = "FlashInferMetadataBuilder"
+BACKEND = "FlashInferBackend"
 
 
 class Commitment:
@@ -110,6 +122,9 @@ class FlashInferSpecDecode:
                 ("fast_plan_decode", module.fast_plan_decode),
             )
         }
+        if seams.graphs_may_be_ragged(self.builder_class):
+            ask = self.builder_class.get_varlen_cudagraph_max_query_len
+            self._signatures["get_varlen_cudagraph_max_query_len"] = inspect.signature(ask)
 
     # -- the decision ----------------------------------------------------------------------------
 
@@ -144,6 +159,10 @@ class FlashInferSpecDecode:
         candidates = routes.candidates(self.context.settings.route)
         if isinstance(candidates, Finding):
             return Commitment(Decision(False, candidates), [])
+        if facts.non_causal:
+            candidates = [route for route in candidates if route.non_causal]
+            if not candidates:
+                return Commitment(Decision(False, no_route_for_non_causal(facts.route)), [])
         if facts.upstream_native:
             candidates = [route for route in candidates if route.builds]  # the rest is what vLLM does anyway
             if not candidates:
@@ -156,7 +175,8 @@ class FlashInferSpecDecode:
         failure = candidates[-1].prepare(vllm_config, self.module, seams.max_decode_rows(vllm_config))
         if failure is not None:
             return Commitment(Decision(False, failure), [])
-        applied = Finding(State.APPLIED, "FULL CUDA graphs for FlashInfer speculative decoding")
+        what = ", its non-causal drafts included" if facts.non_causal else ""
+        applied = Finding(State.APPLIED, f"FULL CUDA graphs for FlashInfer speculative decoding{what}")
         return Commitment(Decision(True, applied, candidates[0].name), candidates)
 
     def _decide_plain_decode(self, facts: Facts, finding: Finding) -> Commitment:
@@ -168,7 +188,9 @@ class FlashInferSpecDecode:
         if not seams.plain_decode_waits(self._release) and facts.route not in REPLACE_UPSTREAM_NATIVE:
             return Commitment(Decision(False, finding), [])
         candidates = routes.candidates(self.context.settings.route)
-        planners = [] if isinstance(candidates, Finding) else [r for r in candidates if r.builds]
+        if isinstance(candidates, Finding):
+            return Commitment(Decision(False, finding), [])
+        planners = [route for route in candidates if route.builds and route.non_causal >= facts.non_causal]
         if not planners:
             return Commitment(Decision(False, finding), [])
         applied = Finding(State.APPLIED, "decode batches are planned on the GPU, without speculation")
@@ -203,7 +225,7 @@ class FlashInferSpecDecode:
             upstream_native=seams.verifies_natively(self.module),
             route=self.context.settings.route,
             decode_context_parallel_size=vllm_config.parallel_config.decode_context_parallel_size,
-            non_causal=bool(attention.use_non_causal),
+            non_causal=seams.may_be_non_causal(vllm_config),
             batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
             sinks=seams.layers_have_sinks(vllm_config, self.module),
             kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
@@ -330,6 +352,69 @@ class FlashInferSpecDecode:
                     self._keep(vllm_config, key, Commitment(Decision(False, finding), []))
         self.context.decided(finding)
 
+    # -- drafts that are trimmed on the device (adaptive verification) ------------------------------
+
+    def get_varlen_cudagraph_max_query_len(self, wrapped: Any, cls: Any, args: Any, kwargs: Any) -> Any:
+        """Asked for each group once its builder is there. vLLM's own is not asked where ours serves: it takes
+        a promise of UNIFORM_BATCH for one of trtllm-gen or XQA, and asserts that the GPU has them."""
+        signature = self._signatures["get_varlen_cudagraph_max_query_len"]
+        arguments = signature.bind(*args, **kwargs).arguments
+        vllm_config, kv_cache_spec = arguments["vllm_config"], arguments["kv_cache_spec"]
+        try:
+            if cls is self.builder_class and self._is_ours(kv_cache_spec):
+                commitment = self.commitment(vllm_config, kv_cache_spec)
+                if commitment.applies and not self._may_trim(vllm_config):
+                    return None
+                if commitment.applies:
+                    commitment.promised = True
+                    return seams.max_decode_rows(vllm_config)
+        except Refused:
+            raise
+        except Exception as e:
+            self._failed(vllm_config, e)
+        return wrapped(*args, **kwargs)
+
+    def supports_device_cpu_query_lens_mismatch(self, wrapped: Any, cls: Any, args: Any, kwargs: Any) -> Any:
+        """Asked twice, both times about the current configuration: when a backend is chosen for a layer, and
+        when all builders are there, before a graph is captured (vllm/v1/worker/gpu/spec_decode/
+        adaptive_verification.py), where a "no" ends the start with vLLM's own error.
+
+        The first time nothing can be committed, as there are no layers yet. So only who chose FlashInfer
+        gets a "yes" then: vLLM would have ended the start at once. Where vLLM chooses it must not be led to a
+        backend that cannot serve in the end.
+        """
+        from vllm.config import get_current_vllm_config_or_none
+
+        stock = wrapped(*args, **kwargs)
+        vllm_config = get_current_vllm_config_or_none()
+        if stock or vllm_config is None or cls is not getattr(self.module, BACKEND):
+            return stock
+        try:
+            return self._may_trim(vllm_config) and self._plans_from_device_lengths(vllm_config)
+        except Refused:
+            raise
+        except Exception as e:
+            self._failed(vllm_config, e)
+            return stock
+
+    def _may_trim(self, vllm_config: Any) -> bool:
+        return self.context.settings.route in VARLEN_GRAPHS and seams.trims_on_device(vllm_config)
+
+    def _plans_from_device_lengths(self, vllm_config: Any) -> bool:
+        """Whether all groups of a model do, or, before there are any, whether nothing speaks against it."""
+        with self._lock:
+            made = [c for key, c in self._commitments.items() if key[0] == id(vllm_config)]
+        if made:
+            return all(commitment.applies for commitment in made)
+        head_dim = vllm_config.model_config.get_head_size()
+        xqa = seams.xqa_takes([head_dim], self._capability() or (0, 0), self._release)
+        candidates = routes.candidates(self.context.settings.route)
+        return (
+            seams.names_flashinfer(vllm_config)
+            and why_stock(self._facts(vllm_config, xqa)) is None
+            and not isinstance(candidates, Finding)
+        )
+
     # -- building ----------------------------------------------------------------------------------
 
     @property
@@ -346,7 +431,7 @@ class FlashInferSpecDecode:
                 # Not how the runners call it, up to 0.33; bind() takes half of the time of a decode's build.
                 arguments = self._signatures["build"].bind(builder, *args, **kwargs).arguments
             common = arguments["common_attn_metadata"]
-            if arguments["common_prefix_len"] == 0 and common.causal is True:
+            if arguments["common_prefix_len"] == 0 and route.serves(common.causal):
                 return route.build(
                     common,
                     lambda part: wrapped(common_prefix_len=0, common_attn_metadata=part),
@@ -419,7 +504,14 @@ class FlashInferSpecDecode:
 
 def edits(module: ModuleType, context: Context) -> list[Edit]:
     patch = FlashInferSpecDecode(module, context)
+    ragged = [
+        Edit(BUILDER, "get_varlen_cudagraph_max_query_len", patch.get_varlen_cudagraph_max_query_len),
+        Edit(
+            BACKEND, "supports_device_cpu_query_lens_mismatch", patch.supports_device_cpu_query_lens_mismatch
+        ),
+    ]
     return [
+        *(ragged if seams.graphs_may_be_ragged(patch.builder_class) else []),
         Edit(BUILDER, "get_cudagraph_support", patch.get_cudagraph_support),
         Edit(BUILDER, "__init__", patch.init),
         Edit(BUILDER, "build", patch.build),

@@ -251,6 +251,23 @@ def heads_first(vllm_on_gpu):
 
 
 @pytest.fixture
+def adaptive(vllm_on_gpu, monkeypatch):
+    """Turns on adaptive verification: returns the ``change`` for :class:`Bench`."""
+    from vllm_specpatch.patches import seams
+
+    if not seams.graphs_may_be_ragged(vllm_on_gpu.FlashInferMetadataBuilder):
+        pytest.skip("before vLLM 0.31")
+    # The backend selector asks it which model is being loaded; importing it takes compiled operators.
+    compilation = SimpleNamespace(model_tag="backbone")
+    monkeypatch.setitem(sys.modules, "vllm.compilation.backends", compilation)
+
+    def change(config):
+        config.speculative_config.enable_adaptive_verification = True
+
+    return change
+
+
+@pytest.fixture
 def any_route_bench(vllm_on_gpu, recorders):
     """Makes a :class:`Bench` with the routes as they are."""
     return lambda k=3, **options: Bench(vllm_on_gpu, recorders, k, **options)

@@ -18,6 +18,7 @@ PLAIN = decision.Facts(
 
 
 TRTLLM_API = {"trtllm_api_decode": True, "trtllm_api_multi_token": True}
+BY_NAME = {"route": "spec_mask"}
 
 
 def verdict(**changes):
@@ -52,6 +53,11 @@ def test_every_gpu_without_trtllm_or_xqa(capability):
         ({"capability": None}, State.REFUSED),
         ({"decode_context_parallel_size": 2}, State.REFUSED),
         ({"non_causal": True}, State.REFUSED),
+        ({"non_causal": True, "route": "native"}, State.REFUSED),
+        ({"non_causal": True, **BY_NAME, "capability": (9, 0), **TRTLLM_API}, State.NOT_NEEDED),
+        ({"non_causal": True, **BY_NAME, "capability": (10, 0), **TRTLLM_API}, State.REFUSED),
+        ({"non_causal": True, **BY_NAME, "decode_context_parallel_size": 2}, State.REFUSED),
+        ({"non_causal": True, **BY_NAME, "sinks": True}, State.REFUSED),
         ({"batch_invariant": True}, State.REFUSED),
         ({"kv_cache_dtype": "nvfp4"}, State.REFUSED),
     ],
@@ -64,7 +70,18 @@ def test_stock_with_a_reason(changes, state):
 
 
 def test_the_device_planned_route_by_name_replaces_vllms_own():
-    assert verdict(upstream_native=True, route="spec_mask") is None
+    assert verdict(upstream_native=True, **BY_NAME) is None
+
+
+@pytest.mark.parametrize("upstream_native", [True, False])
+def test_the_device_planned_route_by_name_serves_non_causal_drafts(upstream_native):
+    assert verdict(non_causal=True, upstream_native=upstream_native, **BY_NAME) is None
+
+
+def test_why_non_causal_drafts_stay_stock_names_the_way_out():
+    for changes in ({}, {"route": "native"}, {"capability": (10, 0), **TRTLLM_API}):
+        finding = decision.why_stock(dataclasses.replace(PLAIN, non_causal=True, **changes))
+        assert "non-causally" in finding.reason and finding.wanted and finding.found and finding.next_step
 
 
 @pytest.mark.parametrize(
@@ -300,6 +317,7 @@ def test_the_decision_is_said_once(bench, route):
     for _ in range(3):
         bench(k=3)
     decisions = vllm_specpatch.status()["patches"]["flashinfer-spec-decode"]["decisions"]
-    applied = [d for d in decisions if d["reason"].startswith("FULL CUDA graphs")]
-    assert len(applied) == 1
-    assert applied[0]["route"] == route.name and "simulated sm_" in applied[0]["gpu"]
+    reason = "FULL CUDA graphs for FlashInfer speculative decoding"
+    # Other tests of this process ask for other routes by name.
+    applied = [d for d in decisions if d["reason"] == reason and d["route"] == route.name]
+    assert len(applied) == 1 and "simulated sm_" in applied[0]["gpu"]

@@ -2,8 +2,8 @@
 
 Kernels need a GPU; here the reference computes from exactly what the kernels would be handed: the plan's
 lengths and the block table for decodes of route spec_mask, FlashInfer's index lists for everything else.
-Batches are random mixtures of decodes, prefills and padding; a row that was planned wrongly, twice or not at
-all gives other numbers.
+Batches are random mixtures of decodes, prefills and padding, causal or, for a drafter that may have such
+blocks, not; a row that was planned wrongly, twice or not at all gives other numbers.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from vllm_specpatch.kernels import reference, spec_mask
@@ -40,11 +40,24 @@ class ReferencePlan:
         assert all(n <= self.shape["max_q_len"] for n in differences(self.starts))
 
 
+#: By FlashInfer's MaskMode.
+MASKS = {0: "full", 1: "causal"}
+
+
 def reference_run(plan, q, k_cache, v_cache, table, *, out, sm_scale, layout, **_):
     assert table.stride(0) == plan.shape["page_table_stride"]
     assert k_cache.shape[1 if layout == "NHD" else 2] * table.shape[1] >= plan.shape["max_kv_len"]
     made, _ = reference.attention(
-        q, k_cache, v_cache, table, plan.lengths, plan.starts, sm_scale=sm_scale, layout=layout, out=out
+        q,
+        k_cache,
+        v_cache,
+        table,
+        plan.lengths,
+        plan.starts,
+        mask=plan.shape["mask"],
+        sm_scale=sm_scale,
+        layout=layout,
+        out=out,
     )
     out.copy_(made)
     return out
@@ -54,7 +67,7 @@ def paged_run(_recorder, _float, _int, _info, q, k_cache, v_cache, qo_indptr, kv
     """FlashInfer's compiled function, from the lists that its host plan works on."""
     import torch
 
-    kv_indices, last, out = others[:3]
+    kv_indices, last, out, _, mask_mode = others[:5]
     starts, pages, last = qo_indptr.tolist(), kv_indptr.tolist(), last.tolist()
     counts = differences(pages)
     lengths = [(n - 1) * PAGE + rest if n else 0 for n, rest in zip(counts, last, strict=False)]
@@ -62,7 +75,9 @@ def paged_run(_recorder, _float, _int, _info, q, k_cache, v_cache, qo_indptr, kv
     for i, (first, n) in enumerate(zip(pages, counts, strict=False)):
         table[i, :n] = kv_indices[first : first + n]
     layout = "HND" if k_cache.shape[1] == KV_HEADS else "NHD"
-    made, _ = reference.attention(q, k_cache, v_cache, table, lengths, starts, layout=layout, out=out)
+    made, _ = reference.attention(
+        q, k_cache, v_cache, table, lengths, starts, mask=MASKS[mask_mode], layout=layout, out=out
+    )
     out.copy_(made)
 
 
@@ -110,13 +125,17 @@ def batches(draw):
     return q_lens, seq_lens, decodes, padding, slack, prefilling, host
 
 
-def common_of(b, batch):
+#: A long row behind the decodes that verifies drafts. Rare among random ones.
+INEXACT = ([4, 2, 9], [20, 33, 50], 2, 0, [3, 3, 5], [False] * 3, "bound")
+
+
+def common_of(b, batch, causal):
     """The batch as a runner sends it: lengths on the host not at all, as an upper bound, or exactly."""
     import torch
 
     q_lens, seq_lens, _, padding, slack, prefilling, host = batch
     tokens = sum(q_lens) + padding * (K + 1)
-    common = b.batch([*q_lens, *[0] * padding], [*seq_lens, *[0] * padding], num_tokens=tokens)
+    common = b.batch([*q_lens, *[0] * padding], [*seq_lens, *[0] * padding], tokens, causal)
     changes = {"is_prefilling": torch.tensor([*prefilling, *[False] * padding])}
     if host != "nothing":
         changes["seq_lens_cpu_upper_bound"] = common.seq_lens + torch.tensor(
@@ -129,25 +148,42 @@ def common_of(b, batch):
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("route", ["spec_mask", "native"])
-def test_attention_over_random_batches(numbers, route, layout, request):
+@pytest.mark.parametrize(
+    ("route", "drafter"), [("spec_mask", "causal"), ("spec_mask", "non-causal"), ("native", "causal")]
+)
+def test_attention_over_random_batches(numbers, route, drafter, layout, request):
     import torch
 
-    b, cache = numbers(route, request.getfixturevalue("heads_first") if layout == "HND" else None)
+    heads_first = request.getfixturevalue("heads_first") if layout == "HND" else None
+    causalities = (True,) if drafter == "causal" else (True, False)
+
+    def change(config):
+        config.attention_config.use_non_causal = drafter != "causal"
+        if heads_first is not None:
+            heads_first(config)
+
+    b, cache = numbers(route, change)
     if route == "spec_mask":
         assert b.builder.specpatch_route.layout == layout
     for requests in (2, 4, 6):
-        b.build([K + 1] * requests, [K + 1] * requests, capture=True)
+        for causal in causalities:
+            b.build([K + 1] * requests, [K + 1] * requests, causal=causal, capture=True)
     layer = b.config.compilation_config.static_forward_context[b.layers[0]]
     seen = []
 
-    @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(batches())
-    def check(batch):
+    examples = 100 + 50 * len(causalities)
+
+    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(batches(), st.sampled_from(causalities))
+    @example(INEXACT, causalities[0])
+    @example(INEXACT, causalities[-1])
+    def check(batch, causal):
         q_lens, seq_lens, decodes, padding, slack, prefilling, host = batch
-        common = common_of(b, batch)
+        common = common_of(b, batch, causal)
         with b.current(b.config):
             metadata = b.builder.build(common_prefix_len=0, common_attn_metadata=common)
+            assert metadata.causal is causal
+            assert route == "native" or metadata.num_decodes == decodes + padding
             rows = common.num_actual_tokens
             q = torch.randn(rows, HEADS, HEAD_DIM).bfloat16()
             k, v = (torch.zeros(rows, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2))
@@ -162,19 +198,108 @@ def test_attention_over_random_batches(numbers, route, layout, request):
             common.block_table_tensor,
             seq_lens,
             common.query_start_loc.tolist()[: len(q_lens) + 1],
+            mask="causal" if causal else "full",
             sm_scale=HEAD_DIM**-0.5,
         )
         torch.testing.assert_close(out[:real].double(), wanted, rtol=2e-2, atol=2e-2)
         behind = prefilling[decodes:]
         inexact = host == "bound" and any(n and not p for n, p in zip(slack[decodes:], behind, strict=True))
         ragged = len(set(q_lens[:decodes])) > 1
-        seen.append((decodes > 0, len(behind) > 0, padding > 0, ragged, inexact))
+        seen.append((causal, decodes > 0, len(behind) > 0, padding > 0, ragged, inexact))
 
     check()
-    assert any(decodes and behind for decodes, behind, *_ in seen), "no mixed batch came"
-    assert any(behind and not decodes for decodes, behind, *_ in seen), "no prefills alone"
-    assert any(padding for _, _, padding, *_ in seen) and any(ragged for *_, ragged, _ in seen)
-    assert any(decodes and inexact for decodes, *_, inexact in seen), "no row whose bound is not exact"
+    for causal in causalities:
+        these = [kinds for was, *kinds in seen if was is causal]
+        assert any(decodes and behind for decodes, behind, *_ in these), "no mixed batch came"
+        assert any(behind and not decodes for decodes, behind, *_ in these), "no prefills alone"
+        assert any(padding for _, _, padding, *_ in these) and any(ragged for *_, ragged, _ in these)
+        assert any(decodes and inexact for decodes, *_, inexact in these), "no row whose bound is not exact"
+
+
+def evenly(total, requests):
+    """Query lengths as the host has them where drafts are trimmed on the device."""
+    return [total // requests + (i < total % requests) for i in range(requests)]
+
+
+class Graph:
+    """The runner's persistent buffers, and the metadata that a graph over them was captured with."""
+
+    def __init__(self, b, requests, tokens):
+        self.b, self.requests, self.tokens = b, requests, tokens
+        self.common = self.batch(evenly(tokens, requests), evenly(tokens, requests))
+        with b.current(b.config):
+            self.metadata = b.builder.build_for_cudagraph_capture(self.common)
+
+    def batch(self, host, seq_lens):
+        padding = [0] * (self.requests - len(host))
+        common = self.b.batch([*host, *padding], [*seq_lens, *padding], self.tokens)
+        return common.replace(max_query_len=K + 1)  # an upper bound, from before the drafts were trimmed
+
+    def replay(self, forward, q_lens, seq_lens):
+        """What the host builds for a batch, and the output of the graph with the batch in its buffers."""
+        of_host = self.batch(evenly(sum(q_lens), len(q_lens)), seq_lens)
+        metadata = self.b.builder.build(common_prefix_len=0, common_attn_metadata=of_host)
+        for name in ("seq_lens", "block_table_tensor"):
+            getattr(self.common, name).copy_(getattr(of_host, name))
+        starts = [*itertools.accumulate(q_lens, initial=0)]
+        starts += [starts[-1]] * (self.requests - len(q_lens))
+        self.common.query_start_loc.copy_(self.common.query_start_loc.new_tensor(starts))
+        return metadata, forward(self.metadata)
+
+
+@st.composite
+def trimmed(draw):
+    """(requests of the graph, its tokens, rows of each request, its tokens): what drafts are left is decided
+    on the device."""
+    requests, tokens = draw(st.sampled_from(((2, 2), (3, 5), (6, 10), (6, 24))))
+    q_lens = []
+    for _ in range(draw(st.integers(1, requests))):
+        room = tokens - sum(q_lens)
+        if room:
+            q_lens.append(draw(st.integers(1, min(K + 1, room))))
+    return requests, tokens, q_lens, [q + draw(st.integers(0, 60)) for q in q_lens]
+
+
+def test_a_ragged_graph_replays_any_split_of_its_tokens(numbers, adaptive):
+    """Adaptive verification (vLLM 0.31 and later): the host's query lengths are only their even split."""
+    import torch
+
+    b, cache = numbers("spec_mask", adaptive)
+    key, value = halves(cache)
+    layer = b.config.compilation_config.static_forward_context[b.layers[0]]
+    graphs, seen = {}, []
+
+    @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(trimmed())
+    def check(batch):
+        requests, tokens, q_lens, seq_lens = batch
+        if (requests, tokens) not in graphs:
+            graphs[requests, tokens] = Graph(b, requests, tokens)
+        graph = graphs[requests, tokens]
+        q = torch.randn(tokens, HEADS, HEAD_DIM).bfloat16()
+
+        def forward(metadata):
+            k, v = (torch.zeros(tokens, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2))
+            out = torch.zeros(tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16)
+            layer.impl.forward(layer, q, k, v, cache, metadata, out)
+            return out
+
+        with b.current(b.config):
+            metadata, out = graph.replay(forward, q_lens, seq_lens)
+        assert metadata.decode.wrapper.plan is graph.metadata.decode.wrapper.plan
+        assert (metadata.num_decodes, metadata.num_decode_tokens) == (requests, tokens)
+        starts, real = [*itertools.accumulate(q_lens, initial=0)], sum(q_lens)
+        table = graph.common.block_table_tensor
+        wanted, _ = reference.attention(
+            q[:real], key, value, table, seq_lens, starts, sm_scale=HEAD_DIM**-0.5
+        )
+        torch.testing.assert_close(out[:real].double(), wanted, rtol=2e-2, atol=2e-2)
+        assert not out[real:].any(), "rows of no request were written"
+        seen.append((q_lens != evenly(real, len(q_lens)), len(q_lens) < requests, real < tokens))
+
+    check()
+    assert all(any(kinds) for kinds in zip(*seen, strict=True)), "splits that differ, padding of both kinds"
+    assert len({id(graph.metadata.decode.wrapper.plan) for graph in graphs.values()}) == len(graphs) == 4
 
 
 def halves(cache):

@@ -87,11 +87,26 @@ def on_device(common):
     return common.seq_lens, common.query_start_loc, common.block_table_tensor, common.slot_mapping
 
 
+CACHES = {}
+
+
+def run_layers(metadata, *layers):
+    """The decodes of these layers, as FlashInferImpl.forward runs them; each has a KV cache of its own."""
+    import torch
+
+    for layer in layers:
+        cache = CACHES.setdefault(layer, torch.zeros(1, 2, 16, 2, 128))
+        rows = torch.zeros(metadata.num_decode_tokens, 4, 128)
+        metadata.decode.wrapper.run(rows, (cache[:, 0], cache[:, 1]), out=rows)
+
+
 def steady(b, *batch, **options):
-    """build() of a batch as the V2 runner sends it (no CPU lengths); returns metadata and device reads."""
+    """A step of a batch as the V2 runner sends it (no CPU lengths): build() and two layers. Returns metadata
+    and device reads."""
     common = b.batch(*batch, **options)
     with b.current(b.config), device_reads(*on_device(common)) as reads:
         metadata = b.builder.build(common_prefix_len=0, common_attn_metadata=common)
+        run_layers(metadata, 0, 1)
     assert seams.host_lengths(common) is None or reads, "lengths reached the host unseen"
     return metadata, reads, common
 
@@ -117,6 +132,43 @@ def test_a_steady_state_step_reads_nothing_from_the_device(bench):
     assert metadata.decode.wrapper.block_table.data_ptr() == common.block_table_tensor.data_ptr()
     assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.num_prefills) == (2, 8, 0)
     assert metadata.slot_mapping is common.slot_mapping and metadata.causal is True
+
+
+def test_the_first_layer_plans_and_build_launches_nothing(bench):
+    b = bench(k=3)
+    captured, _ = b.build([4, 4], [4, 4], capture=True)
+    plan = captured.decode.wrapper.plan
+    assert plan.updates == []
+    run_layers(captured, 0, 1, 2)
+    assert len(plan.updates) == 1
+    # A replay runs no Python: build() for it leaves everything to the graph.
+    replayed, _ = b.build([4, 4], [70, 80])
+    assert replayed.decode.wrapper.plan is plan and len(plan.updates) == 1
+
+
+def test_every_forward_pass_plans_for_itself(bench):
+    """vLLM warms a graph up with the metadata that it then captures with, and may capture more than once."""
+    b = bench(k=3)
+    metadata, _ = b.build([4, 4], [4, 4], capture=True)
+    for passes in (1, 2, 3):
+        run_layers(metadata, 0, 1, 2)
+        assert len(metadata.decode.wrapper.plan.updates) == passes
+
+
+def test_a_capture_that_starts_with_another_layer_plans_too(bench, monkeypatch):
+    """A drafter may run with the metadata of its target: eagerly the target's plan serves it, but a graph of
+    the drafter alone must plan by itself."""
+    import torch
+
+    b = bench(k=3)
+    metadata, _ = b.build([4, 4], [4, 4], capture=True)
+    updates = metadata.decode.wrapper.plan.updates
+    run_layers(metadata, 0, 1, "draft")
+    assert len(updates) == 1
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    run_layers(metadata, "draft")
+    assert len(updates) == 2
 
 
 def test_the_watch_sees_the_wait_of_the_native_route(bench, monkeypatch):
@@ -184,6 +236,7 @@ def mixed(b, is_prefilling, upper_bound):
     common.seq_lens_cpu_upper_bound = torch.tensor(upper_bound, dtype=torch.int32)
     with b.current(b.config), device_reads(*on_device(common)) as reads:
         metadata = b.builder.build(common_prefix_len=0, common_attn_metadata=common)
+        run_layers(metadata, 0, 1)
     return metadata, reads, common
 
 
@@ -320,8 +373,10 @@ def test_draft_steps_can_be_planned_in_one_graph(bench, set_route):
     common = b.batch([1, 1, 1], [20, 33, 16])
     with b.current(b.config), device_reads(*on_device(common)) as reads:
         metadata = b.builder.build_for_cudagraph_capture(common)
+        run_layers(metadata, 0)
         common.seq_lens += 1
         b.builder.update_draft_decode_metadata(metadata)
+        run_layers(metadata, 1)  # the next module of a drafter that has one for each step
     assert reads == []
     first, second = metadata.decode.wrapper.plan.updates
     for lengths, starts in (first, second):
