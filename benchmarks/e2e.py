@@ -9,12 +9,16 @@ one machine and print the ratios with benchmarks/compare.py: absolute times diff
 
 Keys: k (draft tokens, 7; 0 = none), bs, ctx, out (tokens per request), layers, repeats, fa (2 or 3), kv
 (auto, fp8, fp8_e5m2), accept (tokens a step by vLLM's synthetic acceptance; EAGLE), async (0 or 1), cg
-(capture sizes), eager=1, gpu_gib (KV cache size), method (eagle, ngram), json (result file), skip (cells to
-leave out, as 32x32768: batch x context), profile (cells to trace with torch's profiler after all timings,
-as 1x1024). With fp8 KV, queries stay bf16 (as on sm_8x, where FA2 takes no fp8 queries).
+(capture sizes), eager=1, gpu_gib (KV cache size), method (eagle, ngram, dflash), json (result file), skip
+(cells to leave out, as 32x32768: batch x context), profile (cells to trace with torch's profiler after all
+timings, as 1x1024), tp and pp (GPUs), lora (rank of an adapter with random weights), turns (FOLDER:N, see
+Turns; as: this process's name there), native33=1 (act as below sm_90: vLLM 0.33's own multi-token FA2
+decode). With fp8 KV, queries stay bf16 (as on sm_8x, where FA2 takes no fp8 queries).
 """
 
+import contextlib
 import cProfile
+import fcntl
 import hashlib
 import json
 import logging
@@ -29,6 +33,7 @@ import warnings
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")  # see tp in make_llm
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -58,10 +63,46 @@ class Messages(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def write_model(name: str, layers: int) -> str:
+def write_model(name: str, layers: int, **changes: object) -> str:
     folder = pathlib.Path("/tmp/specpatch-models") / name
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**MODEL, "num_hidden_layers": layers}))
+    (folder / "config.json").write_text(json.dumps({**MODEL, "num_hidden_layers": layers, **changes}))
+    return str(folder)
+
+
+def write_dflash(target_layers: int) -> str:
+    """A drafter of one layer whose block of 1 + k rows sees all of itself, on hidden states of the target."""
+    return write_model(
+        f"dflash{target_layers}",
+        1,
+        architectures=["DFlashDraftModel"],
+        model_type="qwen3",
+        dflash_config={
+            "mask_token_id": 0,
+            "target_layer_ids": sorted({0, target_layers // 2, target_layers - 1}),
+        },
+    )
+
+
+def write_adapter(name: str, layers: int, rank: int) -> str:
+    """A LoRA adapter of the query and value projections; the same random weights each time."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder = pathlib.Path("/tmp/specpatch-models") / name
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    source, width = torch.Generator().manual_seed(0), MODEL["hidden_size"]
+    outputs = {"q_proj": width, "v_proj": MODEL["num_key_value_heads"] * MODEL["head_dim"]}
+    weights = {}
+    for layer in range(layers):
+        for projection, rows in outputs.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{projection}"
+            for half, shape in (("A", (rank, width)), ("B", (rows, rank))):
+                values = torch.randn(shape, generator=source) * 0.02
+                weights[f"{prefix}.lora_{half}.weight"] = values.bfloat16()
+    save_file(weights, str(folder / "adapter_model.safetensors"))
     return str(folder)
 
 
@@ -94,12 +135,15 @@ def make_llm(backend: str, options: dict, contexts: list[int], batches: list[int
     }
     if "gpu_gib" in options:  # a fixed KV cache, so that several processes can share the GPU
         arguments["kv_cache_memory_bytes"] = int(float(options["gpu_gib"]) * 2**30)
-    if k and options.get("method", "eagle") == "eagle":
+    method = options.get("method", "eagle")
+    if k and method in ("eagle", "dflash"):
         arguments["speculative_config"] = {
-            "method": "eagle",
-            "model": write_model("draft1", 1),
+            "method": method,
+            "model": write_model("draft1", 1) if method == "eagle" else write_dflash(layers),
             "num_speculative_tokens": k,
         }
+        if method == "dflash":  # such a drafter chooses its backend for itself otherwise
+            arguments["speculative_config"]["attention_backend"] = backend
         if "accept" in options:
             # vLLM's own way to accept drafts without a trained drafter: so many tokens a step on average.
             arguments["speculative_config"] |= {
@@ -113,11 +157,31 @@ def make_llm(backend: str, options: dict, contexts: list[int], batches: list[int
             "prompt_lookup_max": 3,
             "prompt_lookup_min": 2,
         }
+    for key, argument in (("tp", "tensor_parallel_size"), ("pp", "pipeline_parallel_size")):
+        if key in options:
+            arguments[argument] = int(options[key])
+    if "tp" in options:  # NCCL alone: what is faster may need NVLink multicast, which shared hosts forbid
+        arguments["disable_custom_all_reduce"] = True
+        arguments["compilation_config"]["pass_config"] = {"fuse_allreduce_rms": False}
+    if "lora" in options:
+        arguments |= {"enable_lora": True, "max_lora_rank": max(8, int(options["lora"]))}
     if "async" in options:
         arguments["async_scheduling"] = options["async"] == "1"
     if "eager" in options:
         arguments["enforce_eager"] = True
+    if options.get("native33") == "1":
+        act_below_sm90()
     return LLM(**{**arguments, **others})
+
+
+def act_below_sm90() -> None:
+    """Has vLLM 0.33 verify drafts with FlashInfer's FA2 decode, as its own code does below sm_90."""
+    from vllm.v1.attention.backends import flashinfer
+
+    if not hasattr(flashinfer, "_use_fa2_native_decode"):  # setting it would change nothing, silently
+        raise SystemExit("native33=1: this vLLM has no multi-token FA2 decode of its own")
+    # Looked up at each use and nowhere else: graph support, the builder's threshold, wrapper and plan.
+    flashinfer._use_fa2_native_decode = lambda: True
 
 
 def captured_graphs(llm) -> dict:
@@ -129,12 +193,46 @@ def captured_graphs(llm) -> dict:
         "target": getattr(runner, "cudagraph_manager", None),
         "draft_prefill": getattr(speculator, "prefill_cudagraph_manager", None),
         "draft_decode": getattr(speculator, "decode_cudagraph_manager", None),
+        "draft_block": getattr(speculator, "query_cudagraph_manager", None),  # DFlash drafts in one pass
     }
     found = {name: len(manager.graphs) for name, manager in managers.items() if manager is not None}
     if not found:  # the V1 runner keeps its graphs in wrappers; it counts keys per mode
         keys = runner.cudagraph_dispatcher.cudagraph_keys
         found = {f"v1_{mode.name}": len(v) for mode, v in keys.items()}
     return found
+
+
+class Turns:
+    """The processes of one comparison, all started: none measures before all are ready, and one at a time
+    does. So the variants of a cell are timed one after the other, whatever the machine does meanwhile.
+
+    ``FOLDER:N`` names a folder of theirs and their number; whoever starts them makes ``NAME.ready`` there for
+    one that has ended (or the others wait for five minutes).
+    """
+
+    def __init__(self, text: str, name: str) -> None:
+        folder, number = text.rsplit(":", 1)
+        self.folder = pathlib.Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / f"{name}.ready").touch()
+        limit = time.time() + 300
+        while len(list(self.folder.glob("*.ready"))) < int(number) and time.time() < limit:
+            time.sleep(0.2)
+
+    @contextlib.contextmanager
+    def mine(self):
+        with (self.folder / "turn").open("w") as turn:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            yield
+        time.sleep(0.3)  # or this process would have the next turn too
+
+
+def last_drafts(llm, batch: int) -> list | None:
+    """The drafts of the last step: what a wrong drafter would change, while the tokens stay the target's."""
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
+    speculator = getattr(getattr(worker, "worker", worker).model_runner, "speculator", None)
+    drafts = getattr(speculator, "draft_tokens", None)  # V2 runner
+    return None if drafts is None else drafts[:batch].tolist()
 
 
 class BuildTimes:
@@ -277,6 +375,15 @@ def main() -> None:
     started = time.time()
     llm = make_llm(backend, options, contexts, batches, out)
     init_s = time.time() - started
+    lora = None
+    if "lora" in options:
+        from vllm.lora.request import LoRARequest
+
+        rank, layers = int(options["lora"]), int(options.get("layers", 8))
+        lora = LoRARequest("random", 1, write_adapter(f"lora{layers}x{rank}", layers, rank))
+    turn = contextlib.nullcontext
+    if "turns" in options:
+        turn = Turns(options["turns"], options.get("as", name)).mine
     skip, traced = (options.get(key, "").split(",") for key in ("skip", "profile"))
     cells, tokens, later = {}, {}, []
     for context in contexts:
@@ -293,12 +400,13 @@ def main() -> None:
             def generate(n, prompts=prompts):
                 sampling = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
                 start = time.perf_counter()
-                outputs = llm.generate(prompts, sampling, use_tqdm=False)
+                outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
                 return time.perf_counter() - start, outputs
 
-            generate(8)
-            short = [generate(2)[0] for _ in range(repeats)]
-            runs = [generate(2 + out) for _ in range(repeats)]
+            with turn():
+                generate(8)
+                short = [generate(2)[0] for _ in range(repeats)]
+                runs = [generate(2 + out) for _ in range(repeats)]
             long = [seconds for seconds, _ in runs]
             ids = [list(o.outputs[0].token_ids) for o in runs[-1][1]]
             cell = f"ctx{context}_bs{batch}"
@@ -306,6 +414,7 @@ def main() -> None:
                 "ms_per_step": round((min(long) - min(short)) / out * 1e3, 3),
                 "spread_ms": round((max(long) - min(long)) / out * 1e3, 3),
                 "tokens_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16],
+                "last_drafts": last_drafts(llm, batch),
             }
             tokens[cell] = ids
             if f"{batch}x{context}" in traced:
@@ -315,7 +424,8 @@ def main() -> None:
     times = BuildTimes(llm) if later else None
     for cell, generate in later:
         try:
-            cells[cell]["profile"] = profile(generate, min(out, 32), times)
+            with turn():
+                cells[cell]["profile"] = profile(generate, min(out, 32), times)
         except Exception as e:  # the timings above must not be lost with it
             cells[cell]["profile"] = {"error": repr(e)}
     config = llm.llm_engine.vllm_config

@@ -2,17 +2,20 @@
 # The end-to-end proof on a GPU machine with vLLM and FlashInfer installed: stock, then this package, side by
 # side in one session, with token comparison. Prints a table and writes JSON files.
 #
-#   bash benchmarks/gpu_proof.sh OUT timing          # one process at a time: times count (about 8 minutes)
+#   bash benchmarks/gpu_proof.sh OUT timing          # all variants started, cells timed in turns (7 minutes)
 #   bash benchmarks/gpu_proof.sh OUT tokens          # several at a time: tokens and graphs count, times do not
 #   bash benchmarks/gpu_proof.sh OUT long            # 2,000 tokens, and drafts that are accepted
 #   bash benchmarks/gpu_proof.sh OUT soak            # SOAK_S (480) seconds of mixed traffic, and a stock run beside
-#   bash benchmarks/gpu_proof.sh OUT tools           # vllm-specpatch selftest --gpu and bench
+#   bash benchmarks/gpu_proof.sh OUT tools           # vllm-specpatch selftest --gpu, bench and doctor
 #   bash benchmarks/gpu_proof.sh OUT kernels PACK    # checks and times of the kernels; PACK: spec_mask/pack.py --out
+#   bash benchmarks/gpu_proof.sh OUT check PACK      # of these the checks only (sanitize: under compute-sanitizer)
 #
-# `timing` begins with stock vLLM and therefore wants the package NOT installed; it installs the checkout with pip.
-# PYTHON (python3), CELLS ("bs=1,8,32 ctx=1024,8192 out=64"), ROUTES ("native spec_mask"), VARIANTS (of tokens,
-# "k1:k=1 fp8:k=7,kv=fp8 ..."), JOBS (processes at a time in tokens, 3) and NO_FLASH_ATTN=1 may be set. Calling it
-# again goes on where it was: a run whose JSON lies in RAW (/tmp/specpatch-proof) is not repeated.
+# The package is installed with pip unless it is there; stock runs with VLLM_SPECPATCH=0. PYTHON (python3), CELLS
+# ("bs=1,8,32 ctx=1024,8192 out=64"), KEYS (of e2e.py for all variants), ROUTES ("native spec_mask"), VARIANTS (of
+# timing: "stock native spec_mask flash_attn", each a route, perhaps with a suffix and keys, as spec_mask-k1:k=1; of
+# tokens: "k1:k=1 fp8:k=7,kv=fp8 ..."), JOBS (processes at a time in tokens, 3), RESULT (the result's name), TURNS
+# (FOLDER:N, where calls with other releases on PYTHONPATH take turns, with a name of this call in AS) may be set.
+# Calling it again goes on where it was: a run whose JSON lies in RAW (/tmp/specpatch-proof) is not repeated.
 set -uo pipefail
 checkout=$(cd "$(dirname "$0")/.." && pwd)
 out=$(mkdir -p "$1" && cd "$1" && pwd) what=$2
@@ -40,23 +43,39 @@ compare() { # RESULT NAME...
     [ ${#files[@]} -gt 0 ] && "$python" -P "$checkout/benchmarks/compare.py" "${files[@]}" --write "$out/$result.json"
 }
 
+by_route() { # NAME key=value...: NAME is a route, or a route, a dash and more
+    local name=$1 backend=FLASHINFER
+    shift
+    case ${name%%-*} in
+    stock) export VLLM_SPECPATCH=0 ;;
+    flash_attn) export VLLM_SPECPATCH=0 && backend=FLASH_ATTN && set -- fa=2 "$@" ;;
+    *) export VLLM_SPECPATCH_ROUTE=${name%%-*} ;;
+    esac
+    run "$name" "$backend" "$@"
+}
+
+"$python" -c "import vllm_specpatch" 2> /dev/null ||
+    "$python" -m pip install -q --no-deps --no-build-isolation --no-index "$checkout" || exit 1
+
 case $what in
 timing)
-    if "$python" -c "import vllm_specpatch" 2> /dev/null; then
-        echo "vllm-specpatch is installed: stock runs with VLLM_SPECPATCH=0"
-        VLLM_SPECPATCH=0 run stock FLASHINFER k=7 $cells
-    else
-        run stock FLASHINFER k=7 $cells
-        "$python" -m pip install -q --no-deps --no-build-isolation --no-index "$checkout" || exit 1
-    fi
-    names=(stock)
-    for route in $routes; do
-        VLLM_SPECPATCH_ROUTE=$route run "$route" FLASHINFER k=7 $cells
-        names+=("$route")
+    variants=(${VARIANTS:-stock native spec_mask flash_attn}) names=()
+    turns=${TURNS:-$(mktemp -d):${#variants[@]}}
+    for variant in "${variants[@]}"; do
+        name=${variant%%:*} keys=${variant#"$name"}
+        names+=("$name")
+        # shellcheck disable=SC2086  # lists of words
+        (LIMIT=${LIMIT:-580} by_route "$name" ${KEYS:-k=7} ${keys//[:,]/ } $cells "turns=$turns" \
+            mem="${MEM:-0.1}" gpu_gib="${GPU_GIB:-10.5}" "as=${AS:-}$name"
+        touch "${turns%:*}/${AS:-}$name.ready") &
     done
-    # Its first CUDA graph alone takes a minute.
-    [ -n "${NO_FLASH_ATTN:-}" ] || LIMIT=${FLASH_ATTN_LIMIT:-420} run flash_attn FLASH_ATTN fa=2 k=7 $cells
-    compare timing "${names[@]}" flash_attn
+    wait
+    # A table for all variants of one suffix (stock-k1, spec_mask-k1), one for those without.
+    printf '%s\n' "${names[@]}" | sed 's/^[^-]*//' | sort -u | while read -r suffix; do
+        mapfile -t same < <(printf '%s\n' "${names[@]}" | grep -xE "[^-]*$suffix")
+        echo "== ${RESULT:-timing}$suffix"
+        compare "${RESULT:-timing}$suffix" "${same[@]}"
+    done
     ;;
 tokens)
     small="$cells repeats=1 mem=0.15 gpu_gib=12"
@@ -116,6 +135,9 @@ soak)
     cp "$raw"/soak-*.json "$out/"
     ;;
 tools)
+    vllm-specpatch doctor --json > "$out/doctor.json" 2> "$out/log/doctor.err"
+    echo "doctor rc=$?"
+    vllm-specpatch doctor > "$out/log/doctor.txt" 2>&1
     vllm-specpatch selftest --gpu --json > "$out/selftest.json" 2> "$out/log/selftest.err"
     echo "selftest rc=$?"
     vllm-specpatch bench --model dummy --backends stock,native,spec_mask --batch 1,8 --context 1024 --out 64 \
@@ -123,8 +145,8 @@ tools)
     echo "bench rc=$?"
     tail -n 20 "$out/bench.txt"
     ;;
-kernels)
-    [ -n "$pack" ] || { echo "usage: gpu_proof.sh OUT kernels PACK" >&2 && exit 2; }
+kernels | check | sanitize)
+    [ -n "$pack" ] || { echo "usage: gpu_proof.sh OUT $what PACK" >&2 && exit 2; }
     cd "$checkout" || exit 1
     kernel() { # NAME SECONDS script arguments...
         local name=$1 limit=$2
@@ -134,13 +156,15 @@ kernels)
         echo "$name rc=$? $(date +%T)"
         tail -n 4 "$out/$name/log.txt"
     }
-    kernel check 300 gpu_check.py --out "$out/check"
-    kernel bench 260 gpu_bench.py --seconds 240 --with "${WITH:-native,fa2}" --out "$out/bench"
-    kernel tune 160 gpu_bench.py --tune --seconds 150 --out "$out/tune"
-    kernel sanitize 200 sanitize.sh "$out/sanitize"
+    [ "$what" = sanitize ] || kernel check 420 gpu_check.py --out "$out/check"
+    if [ "$what" = kernels ]; then
+        kernel bench 280 gpu_bench.py --seconds 260 --with "${WITH:-native,fa2,fa3,xqa}" --out "$out/bench"
+        kernel tune 130 gpu_bench.py --tune --seconds 120 --out "$out/tune"
+    fi
+    [ "$what" = check ] || kernel sanitize 400 sanitize.sh "$out/sanitize"
     ;;
 *)
-    echo "usage: gpu_proof.sh OUT timing|tokens|long|soak|tools|kernels" >&2
+    echo "usage: gpu_proof.sh OUT timing|tokens|long|soak|tools|kernels|check|sanitize" >&2
     exit 2
     ;;
 esac

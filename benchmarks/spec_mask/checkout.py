@@ -21,7 +21,7 @@ def use_checkout() -> None:
         importlib.import_module("vllm_specpatch.kernels")
     except ImportError:
         sys.modules["vllm_specpatch"] = types.ModuleType("vllm_specpatch")
-        sys.modules["vllm_specpatch"].__path__ = []
+        sys.modules["vllm_specpatch"].__path__ = [str(ROOT / "vllm_specpatch")]
         name, folder = "vllm_specpatch.kernels", ROOT / "kernels"
         found = importlib.util.spec_from_file_location(
             name, folder / "__init__.py", submodule_search_locations=[str(folder)]

@@ -9,14 +9,11 @@ request alone. Prints failures and a summary; writes check.json to --out or $OUT
 """
 
 import argparse
-import ctypes
 import functools
 import itertools
 import json
 import os
 import random
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,8 +28,9 @@ import torch  # noqa: E402
 from cases import KV_TORCH, int64, make_batch, random_words  # noqa: E402
 from specs import TILE_32_SPECS, check_spec  # noqa: E402
 
-from vllm_specpatch.kernels import build, reference, spec_mask  # noqa: E402
+from vllm_specpatch.kernels import build, reference  # noqa: E402
 from vllm_specpatch.kernels.spec_mask import Plan, load, run  # noqa: E402
+from vllm_specpatch.selftest_planner import HostPlanner  # noqa: E402
 
 # (mask kind of the plan, words)
 MASKS = [
@@ -542,27 +540,8 @@ def planner_lists():
 
 @functools.cache
 def host_planner():
-    """The planner's header compiled for the CPU."""
-    compiler = shutil.which("g++") or shutil.which("c++")
-    expect(compiler is not None, "no C++ compiler for the host planner")
-    shim = checkout.ROOT / "tests" / "kernels" / "planner_shim.cpp"
-    library = Path(tempfile.mkdtemp()) / "planner.so"
-    subprocess.run(
-        [
-            compiler,
-            "-std=c++20",
-            "-O2",
-            "-shared",
-            "-fPIC",
-            "-pthread",
-            f"-I{build.CSRC}",
-            str(shim),
-            "-o",
-            str(library),
-        ],
-        check=True,
-    )
-    return ctypes.CDLL(str(library))
+    """The planner compiled for the CPU."""
+    return HostPlanner(Path(tempfile.mkdtemp()))
 
 
 def planner_on_device(requests, split):
@@ -590,12 +569,8 @@ def planner_on_device(requests, split):
                 torch.tensor(start, dtype=torch.int32, device="cuda"),
             )
             plan.check()
-            fields = (ctypes.c_int32 * len(spec_mask.SHAPE_FIELDS))(
-                *(plan.shape[f] for f in spec_mask.SHAPE_FIELDS)
-            )
-            buffer = (ctypes.c_int32 * plan.buffer.numel())()
-            host.plan(fields, (ctypes.c_int32 * n)(*lens), (ctypes.c_int32 * (n + 1))(*start), n, buffer, 1)
-            want, got = spec_mask.unpack(plan.shape, list(buffer)), plan.lists()
+            buffer = host.buffer(plan.buffer.numel())
+            want, got = host.plan(plan.shape, lens, start, buffer), plan.lists()
             used = want["header"][1]
             for name in want:
                 limit = used if name.endswith("_indices") else None
