@@ -560,7 +560,7 @@ _DTYPES = {
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
-_SPEC_FORM = "QUERY/KV/HEAD_DIM/gGROUP[/qROWS][/MASK+MASK...][/window][/softcap][/tile32]"
+_SPEC_FORM = "QUERY/KV/HEAD_DIM/gGROUP[/qROWS][/MASK+MASK...][/window][/softcap][/tile32|/notile32]"
 
 
 def parse_spec(text: str) -> Spec:
@@ -575,7 +575,7 @@ def parse_spec(text: str) -> Spec:
     ``causal+bits`` mask kinds (default causal): causal, full, bits, joined by +
     ``window``      with the sliding window
     ``softcap``     with the logits soft cap
-    ``tile32``      with the query tile of 32 rows
+    ``tile32``      with the query tile of 32 rows, which fp8 caches have anyway; ``notile32`` without
     ==============  ==================================================================
 
     Raises BuildError.
@@ -601,8 +601,10 @@ def parse_spec(text: str) -> Spec:
     for part in parts[4:]:
         if part.startswith("q") and part[1:].isdecimal():
             found: dict[str, Any] = {"max_q_len": int(part[1:])}
-        elif part in ("window", "softcap", "tile32"):
-            found = {{"window": "window", "softcap": "soft_cap", "tile32": "tile_32"}[part]: True}
+        elif part in ("window", "softcap"):
+            found = {{"window": "window", "softcap": "soft_cap"}[part]: True}
+        elif part in ("tile32", "notile32"):
+            found = {"tile_32": part == "tile32"}
         elif set(part.split("+")) <= set(MASKS):
             found = {"masks": tuple(part.split("+"))}
         else:
@@ -628,11 +630,9 @@ def spec_text(spec: Spec) -> str:
     parts = [short[spec.dtype_q], short[spec.dtype_kv], str(spec.head_dim), f"g{spec.group_size}"]
     parts.append(f"q{spec.max_q_len}")
     parts.append("+".join(spec.masks))
-    parts.extend(
-        name
-        for name, on in (("window", spec.window), ("softcap", spec.soft_cap), ("tile32", spec.tile_32))
-        if on
-    )
+    parts.extend(name for name, on in (("window", spec.window), ("softcap", spec.soft_cap)) if on)
+    if spec.tile_32 is not None:
+        parts.append("tile32" if spec.tile_32 else "notile32")
     return "/".join(parts)
 
 

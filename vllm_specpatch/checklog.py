@@ -542,7 +542,10 @@ def _judge(engine: Engine) -> tuple[int, str, str]:
 def _remedy(engine: Engine) -> str:
     if engine.draft_eager and engine.resolved in FULL_MODES:
         # Non-causal drafters (DFlash, DSpark): vLLM's own DFlash code names FlashAttention as the way out.
-        return "this backend has no FULL graphs for the drafter; --attention-backend FLASH_ATTN may have"
+        return (
+            "this backend has no FULL graphs for the drafter; FLASHINFER has with "
+            "VLLM_SPECPATCH_ROUTE=spec_mask, --attention-backend FLASH_ATTN may have"
+        )
     if engine.our_state in TROUBLE:
         return "vllm-specpatch did not apply; its line above says what it wants"
     if engine.our_state == "applied":

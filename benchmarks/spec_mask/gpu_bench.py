@@ -455,7 +455,7 @@ def tune_case(args, progress, index, case):
     for spec in TUNE_SPECS:
         fits = spec.max_q_len >= case.q_len and spec.group_size == heads // kv_heads
         if (spec.dtype_kv, spec.head_dim) == (case.dtype_kv, head_dim) and fits:
-            name = f"{'tile 32, ' if spec.tile_32 else ''}mma_kv <= {spec.mma_kv or 'default'}"
+            name = f"{'' if spec.has_tile_32 else 'no '}tile of 32, mma_kv <= {spec.mma_kv or 'default'}"
             choices[name] = {"spec": spec}
     graphs, plans = {}, {}
     for name, options in choices.items():

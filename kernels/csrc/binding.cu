@@ -184,8 +184,10 @@ void plan(TensorView buffer, TensorView seq_lens, TensorView query_start_loc,
   auto* start = static_cast<const int32_t*>(query_start_loc.data_ptr());
   auto* out = static_cast<int32_t*>(buffer.data_ptr());
   // A small batch has more barrier than work, and a barrier of 8 warps is the cheaper one.
-  if (shape.max_requests <= 64) {
+  if (shape.max_requests <= 32) {
     plan_kernel<256><<<1, 256, smem, stream>>>(shape, seq, start, num_requests, out);
+  } else if (shape.max_requests <= 256) {
+    plan_kernel<512><<<1, 512, smem, stream>>>(shape, seq, start, num_requests, out);
   } else {
     plan_kernel<1024><<<1, 1024, smem, stream>>>(shape, seq, start, num_requests, out);
   }
@@ -256,6 +258,7 @@ void run(int64_t mode, bool causal_words, Array<int64_t> fields, TensorView buff
   p.q_indptr = plan.q_start;
   p.group_size = flashinfer::uint_fastdiv(shape.group_size);
   p.num_qo_heads = num_qo_heads;
+  p.num_kv_heads = shape.num_kv_heads;
   p.q_stride_n = static_cast<int32_t>(q.stride(0));
   p.q_stride_h = static_cast<int32_t>(q.stride(1));
   p.window_left = shape.window_left;

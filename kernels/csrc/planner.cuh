@@ -294,7 +294,8 @@ SPEC_PLAN_FN int64_t plan_cost(const PlanShape& s, const Totals& all, int32_t ch
                                int32_t ctas) {
   const int32_t wave = max_i32(1, s.wave_ctas);
   const int64_t sms = s.num_sms, n = ctas;
-  const int64_t largest = min_i32(chunk, all.longest);
+  // A CTA works in whole KV tiles, which min_chunk is one of: half of one takes as long as all of it.
+  const int64_t largest = ceil_div_i32(min_i32(chunk, all.longest), s.min_chunk) * s.min_chunk;
   const int64_t work = all.tokens + n * s.cta_tokens;
   // A grid times the KV heads is a number of CTAs that can be launched, so it has 31 bits; a division of
   // 64 bits is a subroutine on a GPU.
@@ -326,8 +327,8 @@ SPEC_PLAN_FN Choice cheaper(const Choice& a, const Choice& b) { return b.key < a
 
 // Chooses the chunk size of one batch: the cheapest candidate that fits the captured grid. One
 // that does not split at all always fits. A candidate is weighed by a thread of its own, since the
-// divisions are what it takes; of a large batch, a whole group counts its CTAs before. Every group
-// then finds the smallest for itself, which is sooner than waiting to be told.
+// divisions are what it takes. Of a small batch every group weighs all of them for itself, which is
+// sooner than waiting to be told; of a large one whole groups count the CTAs, and one group weighs.
 template <class Team>
 SPEC_PLAN_FN int32_t choose_chunk(Team& team, const PlanShape& s, const Totals& all,
                                   int32_t num_requests, const int32_t* tiles,
@@ -346,6 +347,10 @@ SPEC_PLAN_FN int32_t choose_chunk(Team& team, const PlanShape& s, const Totals& 
       if (team.lane() == 0) counts[k] = n;
     }
     team.sync();
+    if (team.group() != 0) {
+      team.sync();
+      return chunks[0];
+    }
   }
   Choice best{UINT64_MAX, 0};
   for (int32_t k = team.lane(); k < kCandidates; k += team.lanes()) {
@@ -359,7 +364,12 @@ SPEC_PLAN_FN int32_t choose_chunk(Team& team, const PlanShape& s, const Totals& 
     }
     best = cheaper(best, weigh(s, all, k, chunk, n));
   }
-  return team.group_min(best).chunk;
+  best = team.group_min(best);
+  if (!few) {
+    if (team.lane() == 0) chunks[0] = best.chunk;
+    team.sync();
+  }
+  return best.chunk;
 }
 
 // Plans one batch.

@@ -57,6 +57,7 @@ struct SpecMaskParams {
   float* lse;                                      // base-2 LSE, same rows as o; may be null
   flashinfer::uint_fastdiv group_size;
   uint32_t num_qo_heads;
+  uint32_t num_kv_heads;     // CTAs of one plan entry, see attention_kernel
   IdType q_stride_n;
   IdType q_stride_h;
   // NVFP4 scale strides: the template loads them for every KV dtype and uses them for FP4 only.

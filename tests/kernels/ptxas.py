@@ -35,7 +35,7 @@ ENTRY = re.compile(
 )
 # CTA_TILE_Q, NUM_MMA_Q, NUM_MMA_KV are the first numbers of KernelTraits.
 TRAITS = re.compile(
-    r"BatchPrefillWithPagedKVCacheKernel.*?KernelTraits\w*?ILNS\d?_8MaskModeE(\d)ELj(\d+)ELj(\d+)ELj(\d+)E"
+    r"(?:BatchPrefillWithPagedKVCacheKernel|attention_kernel).*?KernelTraits\w*?ILNS\d?_8MaskModeE(\d)ELj(\d+)ELj(\d+)ELj(\d+)E"
 )
 
 

@@ -233,12 +233,13 @@ def flashinfer_chunk(shape, q_lens, lens):
 def makespan(shape, q_lens, lens, chunk):
     """Time of a plan's CTAs, simulated: they start in order, as many as fit at once; each works off
     a token a tick at most 100 / lone_percent times as fast as a multiprocessor with enough CTAs,
-    and multiprocessors are shared evenly. Then the merge."""
-    tuning = Tuning()
+    in whole KV tiles, and multiprocessors are shared evenly. Then the merge."""
+    tuning, tile = Tuning(), shape["min_chunk"]
     waiting = []
     for q_len, length in zip(q_lens, lens):
         for _ in range(math.ceil(q_len * shape["group_size"] / shape["tile_q"])):
-            waiting += [min(chunk, length - t) + tuning.cta_tokens for t in range(0, length, chunk)]
+            parts = [min(chunk, length - t) for t in range(0, length, chunk)]
+            waiting += [math.ceil(n / tile) * tile + tuning.cta_tokens for n in parts]
     waiting.reverse()
     machines = shape["num_sms"] / shape["num_kv_heads"]
     running, now = [], 0.0
@@ -267,7 +268,7 @@ def test_split_is_at_least_as_good_as_the_host_search(planner):
         theirs, _ = flashinfer_chunk(shape, q_lens, lens)
         ratio = makespan(shape, q_lens, lens, plan["header"][0]) / makespan(shape, q_lens, lens, theirs)
         # At 1024 tokens all of it is about a microsecond, and the simulation no better than that.
-        assert ratio <= (1.15 if length == 1024 else 1.08), (requests, length, ragged, ratio)
+        assert ratio <= (1.15 if length == 1024 else 1.10), (requests, length, ragged, ratio)
         ratios.append(ratio)
     assert sum(ratios) / len(ratios) < 0.95
 

@@ -56,6 +56,9 @@ def test_tiles_cover_every_q_len():
             assert 32 not in spec.tiles
     spec = Spec(head_dim=128, group_size=4, max_q_len=16, tile_32=True)
     assert spec.tiles == (16, 32, 64)
+    fp8 = dataclasses.replace(spec, dtype_kv="float8_e4m3fn", tile_32=None)
+    assert fp8.tiles == (16, 32, 64) and dataclasses.replace(fp8, tile_32=False).tiles == (16, 64)
+    assert dataclasses.replace(fp8, head_dim=256).tiles == (16, 64)
     assert [spec.tile(n) for n in (1, 4, 5, 8, 9, 16)] == [16, 16, 32, 32, 64, 64]
 
 
@@ -94,7 +97,7 @@ def test_uri_depends_on_everything(monkeypatch):
         {"masks": ("bits",)},
         {"max_q_len": 64},
         {"mma_kv": 1},
-        {"tile_32": True},
+        {"tile_32": not BASE.has_tile_32},
     ]
     for change in changes:
         seen.add(build.module_uri(dataclasses.replace(BASE, **change), ARCH, FI))
@@ -197,6 +200,7 @@ SPEC_TEXTS = {
         head_dim=256, group_size=6, window=True, soft_cap=True, max_q_len=32, masks=("causal", "bits")
     ),
     "bf16/bf16/128/g4/tile32": Spec(head_dim=128, group_size=4, tile_32=True),
+    "bf16/fp8/128/g4/notile32": Spec(head_dim=128, group_size=4, dtype_kv="float8_e4m3fn", tile_32=False),
 }
 
 
