@@ -229,8 +229,9 @@ class Turns:
 
 def last_drafts(llm, batch: int) -> list | None:
     """The drafts of the last step: what a wrong drafter would change, while the tokens stay the target's."""
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
-    speculator = getattr(getattr(worker, "worker", worker).model_runner, "speculator", None)
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    worker = getattr(executor, "driver_worker", None)  # none here with several GPUs
+    speculator = getattr(getattr(getattr(worker, "worker", worker), "model_runner", None), "speculator", None)
     drafts = getattr(speculator, "draft_tokens", None)  # V2 runner
     return None if drafts is None else drafts[:batch].tolist()
 

@@ -84,7 +84,7 @@ class Tuning:
     min_chunk: int = 64
     cta_tokens: int = 192
     lone_percent: int = 250
-    merge_tokens: int = 8
+    merge_tokens: int = 4
     extra_waves: int = 2
 
 

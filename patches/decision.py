@@ -12,16 +12,19 @@ from dataclasses import dataclass
 from ..patch import Finding, State
 
 #: The settings of VLLM_SPECPATCH_ROUTE with which vLLM 0.33's own multi-token decode below sm_90 (host plan,
-#: after waiting for the GPU) gives way to ours, and from 0.31 its decodes without speculation (host plan, no
-#: wait). "auto" belongs here once it was measured to be as fast.
-REPLACE_UPSTREAM_NATIVE = ("spec_mask",)
+#: after waiting for the GPU) gives way to ours: 0.41 to 0.55 of its time a step (H200 taken for sm_8x).
+REPLACE_UPSTREAM_NATIVE = ("auto", "spec_mask")
 
-#: The settings with which vLLM 0.28 and later may record the planning of all draft steps in one CUDA graph.
-#: "auto" belongs here once a release that does so was run on a GPU.
-UPDATE_DRAFT_METADATA = ("spec_mask",)
+#: The settings with which from vLLM 0.31 its decodes without speculation (host plan, no wait) give way to
+#: ours. "auto" belongs here once it was measured to be as fast.
+REPLACE_UPSTREAM_PLAIN = ("spec_mask",)
 
-#: The settings with which non-causal draft blocks (DFlash) are decodes, in FULL CUDA graphs. "auto" belongs
-#: here once that was run on a GPU.
+#: The settings with which vLLM 0.28 and later may record all draft steps, planning included, in one CUDA
+#: graph. Run on 0.30 and 0.33.
+UPDATE_DRAFT_METADATA = ("auto", "spec_mask")
+
+#: The settings with which non-causal draft blocks (DFlash) are decodes, in FULL CUDA graphs. Run on 0.27.1
+#: with a drafter of random weights; "auto" belongs here once the drafts of a trained one were compared.
 NON_CAUSAL = ("spec_mask",)
 
 #: The settings with which vLLM 0.31 and later may trim drafts on the device (adaptive verification), and
@@ -90,16 +93,25 @@ def why_stock(facts: Facts) -> Finding | None:
         )
     if facts.capability is None:
         return _stock(State.REFUSED, "no CUDA device", "a GPU of capability 8.0 or later", "none")
-    major, minor = facts.capability
+    major = facts.capability[0]
     # Neither trtllm-gen nor vLLM's own plans for FA2 take several non-causal tokens, and nothing takes DCP.
     causal, sharded = not facts.non_causal, facts.decode_context_parallel_size > 1
     if facts.trtllm_api_decode and facts.trtllm_api_multi_token and not sharded and (causal or major != 10):
         kernels = "trtllm-gen" if major == 10 else "XQA"
         return _stock(State.NOT_NEEDED, f"vLLM serves multi-token decodes through {kernels} here")
-    if facts.upstream_native and not facts.replaces_upstream_native and not sharded and causal:
-        return _stock(
-            State.NOT_NEEDED, "vLLM serves multi-token decodes through FlashInfer's FA2 kernels here"
-        )
+    own = _stock(State.NOT_NEEDED, "vLLM serves multi-token decodes through FlashInfer's FA2 kernels here")
+    has_own = facts.upstream_native and not sharded and causal
+    if has_own and not facts.replaces_upstream_native:
+        return own
+    refusal = _why_refused(facts)
+    # Whoever asked for a route by name is told why it does not serve; by itself nothing is lost.
+    return own if has_own and refusal is not None and facts.route == "auto" else refusal
+
+
+def _why_refused(facts: Facts) -> Finding | None:
+    """None, or what this package cannot do where vLLM loses its graphs, or plans on the host."""
+    assert facts.capability is not None
+    major, minor = facts.capability
     if facts.trtllm_api_decode and not facts.trtllm_api_multi_token:
         return _stock(
             State.REFUSED,

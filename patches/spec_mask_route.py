@@ -387,7 +387,7 @@ class SpecMaskRoute:
         if not isinstance(wrapper, SpecMaskDecode):
             raise SpecPatchError(
                 "a draft step was not planned by route spec_mask, which promised to update it; "
-                "VLLM_SPECPATCH_ROUTE=auto promises no such thing"
+                "VLLM_SPECPATCH_ROUTE=native promises no such thing"
             )
         wrapper.replan()
 

@@ -25,7 +25,7 @@ Upstream
     https://github.com/vllm-project/vllm/issues/49547 and 54992 (open); the same design as pull request
     50885 (closed), in vLLM 0.33 below sm_90.
 Remove when
-    vLLM 0.32 leaves the supported range and 0.33's own path is as fast.
+    vLLM 0.32 leaves the supported range and a release's own path is as fast as spec_mask (0.33's is not).
 Reason class
     temporary
 """
@@ -44,7 +44,7 @@ from ..errors import Refused, SpecPatchError
 from ..patch import Context, Edit, Finding, Patch, State
 from . import routes, seams
 from .decision import (
-    REPLACE_UPSTREAM_NATIVE,
+    REPLACE_UPSTREAM_PLAIN,
     UPDATE_DRAFT_METADATA,
     VARLEN_GRAPHS,
     Decision,
@@ -185,7 +185,7 @@ class FlashInferSpecDecode:
         speculating = dataclasses.replace(facts, num_speculative_tokens=1)
         if facts.num_speculative_tokens or why_stock(speculating) is not None:
             return Commitment(Decision(False, finding), [])
-        if not seams.plain_decode_waits(self._release) and facts.route not in REPLACE_UPSTREAM_NATIVE:
+        if not seams.plain_decode_waits(self._release) and facts.route not in REPLACE_UPSTREAM_PLAIN:
             return Commitment(Decision(False, finding), [])
         candidates = routes.candidates(self.context.settings.route)
         if isinstance(candidates, Finding):
@@ -318,8 +318,8 @@ class FlashInferSpecDecode:
                 setattr(builder, query_dtype, builder.model_config.dtype)
             builder.specpatch_route = route
             update = getattr(route, "update_draft_decode_metadata", None)
-            by_name = self.context.settings.route in UPDATE_DRAFT_METADATA
-            if update is not None and by_name and seams.draft_metadata_can_be_updated(builder):
+            wanted = self.context.settings.route in UPDATE_DRAFT_METADATA
+            if update is not None and wanted and seams.draft_metadata_can_be_updated(builder):
                 builder.update_draft_decode_metadata = update
                 builder.supports_draft_decode_metadata_update = True
         except Refused:

@@ -131,10 +131,10 @@ namespace detail {
 
 // FlashInfer's kernel on a grid of its own. FlashInfer's runs over the CTAs of head 0, then those of
 // head 1: of a padded grid, what belongs to no request lies between them, and while it ends at once
-// the CTAs behind it land where there is room, three on one multiprocessor and one on another (32
-// requests of 1024 tokens on an H200: 60 us, and 47 on an exact grid). Here the heads of one CTA
-// follow each other, so that all real work is placed first and evenly; they also read neighbouring
-// memory of one page.
+// the CTAs behind it land where there is room, three on one multiprocessor and one on another. Here
+// the heads of one CTA follow each other, so that all real work is placed first and evenly; they
+// also read neighbouring memory of one page. On an H200, 8 rows a request: 8 requests of 1024 tokens
+// from 25.2 to 22.4 us, one of 8192 from 23.5 to 21.2.
 template <typename Traits>
 __global__ __launch_bounds__(Traits::NUM_THREADS) void attention_kernel(
     const __grid_constant__ Params params) {

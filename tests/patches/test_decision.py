@@ -44,8 +44,10 @@ def test_every_gpu_without_trtllm_or_xqa(capability):
         ({"capability": (9, 0), **TRTLLM_API}, State.NOT_NEEDED),
         ({"capability": (9, 0), **TRTLLM_API, "non_causal": True}, State.NOT_NEEDED),
         ({"capability": (9, 0), "trtllm_api_decode": True}, State.REFUSED),
-        ({"upstream_native": True}, State.NOT_NEEDED),
         ({"upstream_native": True, "route": "native"}, State.NOT_NEEDED),
+        ({"upstream_native": True, "sinks": True}, State.NOT_NEEDED),
+        ({"upstream_native": True, "batch_invariant": True}, State.NOT_NEEDED),
+        ({"upstream_native": True, "batch_invariant": True, **BY_NAME}, State.REFUSED),
         ({"upstream_native": True, "non_causal": True}, State.REFUSED),
         ({"sinks": True}, State.REFUSED),
         ({"kv_cache_dtype": "nvfp4_4over6"}, State.REFUSED),
@@ -69,8 +71,9 @@ def test_stock_with_a_reason(changes, state):
         assert finding.wanted and finding.found
 
 
-def test_the_device_planned_route_by_name_replaces_vllms_own():
-    assert verdict(upstream_native=True, **BY_NAME) is None
+@pytest.mark.parametrize("route", ["auto", "spec_mask"])
+def test_the_device_planned_route_replaces_vllms_own(route):
+    assert verdict(upstream_native=True, route=route) is None
 
 
 @pytest.mark.parametrize("upstream_native", [True, False])

@@ -359,12 +359,10 @@ def test_the_partial_outputs_of_all_shapes_are_one_workspace(bench):
     assert small.decode.wrapper.plan.partial_o is large.decode.wrapper.plan.partial_o
 
 
-def test_draft_steps_can_be_planned_in_one_graph(bench, set_route):
+def test_draft_steps_can_be_planned_in_one_graph(bench):
     """From 0.28: one metadata for all draft steps, planned anew from the runner's persistent buffers."""
     from vllm_specpatch.errors import SpecPatchError
 
-    assert not getattr(bench(k=3).builder, "supports_draft_decode_metadata_update", False)
-    set_route("spec_mask")
     b = bench(k=3)
     if not seams.draft_metadata_can_be_updated(b.builder):
         assert not hasattr(b.builder, "supports_draft_decode_metadata_update")
@@ -384,7 +382,7 @@ def test_draft_steps_can_be_planned_in_one_graph(bench, set_route):
         assert starts.data_ptr() == common.query_start_loc.data_ptr()
     assert second[0].tolist() == [21, 34, 17]
     prefills, _ = b.build([40], [40])
-    with pytest.raises(SpecPatchError, match="VLLM_SPECPATCH_ROUTE=auto"):
+    with pytest.raises(SpecPatchError, match="VLLM_SPECPATCH_ROUTE=native"):
         b.builder.update_draft_decode_metadata(prefills)
 
 

@@ -18,9 +18,8 @@ def both(b):
     return b.support(), b.builder.reorder_batch_threshold
 
 
-@pytest.mark.parametrize("name", ["auto", "native"])
-def test_stock_unless_the_device_planned_route_is_asked_for(bench, by_name, name):
-    by_name(name)
+def test_vllms_own_stays_where_the_device_planned_route_is_not_wanted(bench, by_name):
+    by_name("native")
     b = bench(k=3)
     assert both(b) == ("UNIFORM_BATCH", 4) and b.builder.specpatch_route is None
     metadata, [plan] = b.build([4, 4], [20, 33], capture=True)
@@ -29,13 +28,16 @@ def test_stock_unless_the_device_planned_route_is_asked_for(bench, by_name, name
     )
 
 
-def test_ours_takes_over_by_name(bench, by_name, monkeypatch):
+@pytest.mark.parametrize("name", ["auto", "spec_mask"])
+def test_ours_takes_over(bench, by_name, monkeypatch, name):
     from types import SimpleNamespace
 
     from vllm_specpatch.kernels import spec_mask
     from vllm_specpatch.patches import spec_mask_route
 
-    by_name("spec_mask")
+    by_name(name)
+    monkeypatch.setattr(routes, "AUTO", ("spec_mask", "native"))
+    monkeypatch.setattr(spec_mask_route, "module_is_within_reach", lambda: True)
     monkeypatch.setattr(spec_mask, "load", lambda spec, before_build=None: SimpleNamespace(spec=spec))
     monkeypatch.setattr(spec_mask_route.SpecMaskRoute, "_reserve", lambda self: ())
     b = bench(k=3)
