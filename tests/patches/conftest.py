@@ -220,6 +220,47 @@ def route(monkeypatch):
     return routes.ROUTES[name]
 
 
+class RecordedPlan:
+    """The kernels' plan as far as the patches see it: what it was made for and asked to plan, and workspaces
+    that grow with the rows. Of the full mask the larger: its kernel may run at another occupancy."""
+
+    def __init__(self, module, **shape):
+        import torch
+
+        self.module, self.shape, self.updates = module, shape, []
+        rows = shape["max_rows"] * (2 if shape["mask"] == "full" else 1)
+        self.partial_o, self.partial_lse = torch.empty(rows, 4, 128), torch.empty(rows, 4)
+
+    def update(self, seq_lens, query_start_loc):
+        assert seq_lens.shape[0] + 1 == query_start_loc.shape[0]
+        assert seq_lens.shape[0] <= self.shape["max_requests"]
+        self.updates.append((seq_lens, query_start_loc))
+        self._last = seq_lens.clone(), query_start_loc.clone()
+
+    @property
+    def updated(self):
+        """What the last update() saw, as lists: reading them there would be the wait that tests look for."""
+        return tuple(lengths.tolist() for lengths in self._last)
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """Specs in the order in which their modules were asked for; nothing is compiled, plans are recorded."""
+    from vllm_specpatch.kernels import spec_mask
+    from vllm_specpatch.patches import spec_mask_route
+
+    specs = []
+
+    def load(spec, before_build=None):
+        specs.append(spec)
+        return SimpleNamespace(spec=spec)
+
+    monkeypatch.setattr(spec_mask_route, "module_is_within_reach", lambda: True)
+    monkeypatch.setattr(spec_mask, "load", load)
+    monkeypatch.setattr(spec_mask, "Plan", RecordedPlan)
+    return specs
+
+
 @pytest.fixture
 def set_route(vllm_on_gpu, monkeypatch):
     """Sets VLLM_SPECPATCH_ROUTE for this test."""

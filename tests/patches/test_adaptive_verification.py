@@ -7,26 +7,12 @@ import pytest
 
 from vllm_specpatch.kernels import spec_mask
 from vllm_specpatch.patch import Finding, State
-from vllm_specpatch.patches import routes, spec_mask_route
-
-
-class RecordedPlan:
-    def __init__(self, module, **shape):
-        import torch
-
-        rows = shape["max_rows"]
-        self.shape, self.partial_o, self.partial_lse = shape, torch.empty(rows, 4, 128), torch.empty(rows, 4)
-
-    def update(self, seq_lens, query_start_loc):
-        self.updated = seq_lens.tolist(), query_start_loc.tolist()
+from vllm_specpatch.patches import routes
 
 
 @pytest.fixture
-def made(any_route_bench, set_route, monkeypatch):
+def made(any_route_bench, set_route, loaded, monkeypatch):
     """Makes a bench with the route asked for by name; nothing is compiled."""
-    monkeypatch.setattr(spec_mask_route, "module_is_within_reach", lambda: True)
-    monkeypatch.setattr(spec_mask, "load", lambda spec, before_build=None: SimpleNamespace(spec=spec))
-    monkeypatch.setattr(spec_mask, "Plan", RecordedPlan)
     monkeypatch.setattr(spec_mask, "run", lambda plan, q, *caches, out, **_: out)
     set_route("spec_mask")
     return any_route_bench

@@ -20,39 +20,12 @@ OWN_CONFIGURATION = seams.Version("0.26")
 RELEASE = seams.release(gate.installed_version("vllm"))
 
 
-class RecordedPlan:
-    def __init__(self, module, **shape):
-        import torch
-
-        # Of the full mask the larger: its kernel may run at another occupancy.
-        rows = shape["max_rows"] * (2 if shape["mask"] == "full" else 1)
-        self.shape, self.partial_o, self.partial_lse = shape, torch.empty(rows, 4, 128), torch.empty(rows, 4)
-
-    def update(self, seq_lens, query_start_loc):
-        self.updated = seq_lens.tolist(), query_start_loc.tolist()
-
-
-@pytest.fixture
-def specs(monkeypatch):
-    """Those whose modules were asked for, in order; nothing is compiled."""
-    asked = []
-
-    def load(spec, before_build=None):
-        asked.append(spec)
-        return SimpleNamespace(spec=spec)
-
-    monkeypatch.setattr(spec_mask_route, "module_is_within_reach", lambda: True)
-    monkeypatch.setattr(spec_mask, "load", load)
-    monkeypatch.setattr(spec_mask, "Plan", RecordedPlan)
-    return asked
-
-
 def non_causal(config):
     config.attention_config.use_non_causal = True
 
 
 @pytest.fixture
-def drafter(any_route_bench, specs, set_route):
+def drafter(any_route_bench, loaded, set_route):
     """A builder of a drafter that may have non-causal blocks, the route asked for by name."""
     set_route("spec_mask")
     return any_route_bench(k=3, change=non_causal)
@@ -132,10 +105,10 @@ def test_the_workspace_is_that_of_the_larger_mask(drafter):
 # -- modules ---------------------------------------------------------------------------------------
 
 
-def test_both_kinds_of_mask_are_there_before_the_promise(any_route_bench, specs, set_route):
+def test_both_kinds_of_mask_are_there_before_the_promise(any_route_bench, loaded, set_route):
     set_route("spec_mask")
     probe = any_route_bench(k=3)
-    specs.clear()
+    loaded.clear()
 
     def ask(config):
         non_causal(config)
@@ -147,15 +120,15 @@ def test_both_kinds_of_mask_are_there_before_the_promise(any_route_bench, specs,
         config.compilation_config.static_forward_context.clear()
 
     any_route_bench(k=3, change=ask)
-    at_gate, *later = specs
+    at_gate, *later = loaded
     assert at_gate.masks == BOTH and set(later) == {at_gate}
 
 
-def test_a_causal_configuration_builds_what_it_always_did(any_route_bench, specs, set_route):
+def test_a_causal_configuration_builds_what_it_always_did(any_route_bench, loaded, set_route):
     set_route("spec_mask")
     b = any_route_bench(k=3)
-    assert set(specs) == {spec_mask.Spec(head_dim=128, group_size=2, max_q_len=4)}
-    assert specs[0].compiled()["masks"] == ["causal"]
+    assert set(loaded) == {spec_mask.Spec(head_dim=128, group_size=2, max_q_len=4)}
+    assert loaded[0].compiled()["masks"] == ["causal"]
     metadata, _ = b.build([4, 4], [20, 33], causal=False)
     assert (metadata.num_decodes, metadata.num_prefills) == (0, 2), "no kernel of that mask is loaded"
 
@@ -185,13 +158,13 @@ def test_windows_are_refused_when_the_plan_would(rows, group_size, head_dim, mas
 
 
 @pytest.mark.parametrize("name", ["auto", "native"])
-def test_stock_until_the_route_is_asked_for(any_route_bench, specs, set_route, name):
+def test_stock_until_the_route_is_asked_for(any_route_bench, loaded, set_route, name):
     set_route(name)
     b = any_route_bench(k=3, change=non_causal)
     assert b.support() == STOCK and b.builder.specpatch_route is None
 
 
-def test_refused_in_one_line_without_a_route_for_it(any_route_bench, specs, set_route, monkeypatch):
+def test_refused_in_one_line_without_a_route_for_it(any_route_bench, loaded, set_route, monkeypatch):
     """When ``auto`` may serve such drafters, and there is no compiler."""
     import vllm_specpatch
 
@@ -226,7 +199,7 @@ def test_every_copy_of_the_drafters_configuration_is_decided_alike_and_said_once
     assert len(decisions()) == 1 and decisions()[0]["route"] == "spec_mask"
 
 
-def test_a_drafter_that_fails_leaves_the_target_alone(any_route_bench, specs, set_route, monkeypatch):
+def test_a_drafter_that_fails_leaves_the_target_alone(any_route_bench, loaded, set_route, monkeypatch):
     set_route("spec_mask")
     target = any_route_bench(k=3)
     assert both(target) == SERVED
@@ -269,7 +242,7 @@ def test_the_targets_graphs_are_the_drafters_before_vllm_026(vllm_on_gpu):
         assert seams.may_be_non_causal(configuration(method="dspark")) is shared
 
 
-def test_the_drafter_has_a_configuration_of_its_own_from_vllm_026(any_route_bench, specs):
+def test_the_drafter_has_a_configuration_of_its_own_from_vllm_026(any_route_bench, loaded):
     if RELEASE < OWN_CONFIGURATION:
         pytest.skip("it gets the target's")
     from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator

@@ -12,40 +12,19 @@ from vllm_specpatch.patches import native, seams
 DEVICE_READS = ("cpu", "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero")
 
 
-class RecordedPlan:
-    def __init__(self, module, **shape):
-        import torch
-
-        self.module, self.shape, self.updates = module, shape, []
-        rows = shape["max_rows"]
-        self.partial_o = torch.empty(rows, 4, 128)
-        self.partial_lse = torch.empty(rows, 4)
-
-    def update(self, seq_lens, query_start_loc):
-        assert seq_lens.shape[0] + 1 == query_start_loc.shape[0]
-        assert seq_lens.shape[0] <= self.shape["max_requests"]
-        self.updates.append((seq_lens, query_start_loc))
-
-
 @pytest.fixture
-def kernels(monkeypatch):
+def kernels(loaded, monkeypatch):
     """The recorded surface: specs that were loaded and runs that were made."""
     from types import SimpleNamespace
 
     from vllm_specpatch.kernels import spec_mask
 
-    made = SimpleNamespace(specs=[], runs=[])
-
-    def load(spec, before_build=None):
-        made.specs.append(spec)
-        return SimpleNamespace(spec=spec)
+    made = SimpleNamespace(specs=loaded, runs=[])
 
     def run(plan, q, k, v, table, **options):
         made.runs.append(SimpleNamespace(plan=plan, q=q, k=k, v=v, table=table, **options))
         return options["out"]
 
-    monkeypatch.setattr(spec_mask, "load", load)
-    monkeypatch.setattr(spec_mask, "Plan", RecordedPlan)
     monkeypatch.setattr(spec_mask, "run", run)
     return made
 

@@ -8,33 +8,9 @@ from vllm_specpatch.kernels import build, spec_mask
 from vllm_specpatch.patches import native, routes, spec_mask_route
 
 
-class Plan:
-    """As large as the kernels' plan is in the dimension that matters here."""
-
-    def __init__(self, module, **shape):
-        import torch
-
-        rows = shape["max_rows"]
-        self.shape, self.partial_o, self.partial_lse = shape, torch.empty(rows, 4, 128), torch.empty(rows, 4)
-
-    def update(self, seq_lens, query_start_loc):
-        pass
-
-
-@pytest.fixture
-def loaded(monkeypatch):
-    """Specs in the order in which their modules were asked for; nothing is compiled."""
-    specs = []
-
-    def load(spec, before_build=None):
-        specs.append(spec)
-        return SimpleNamespace(spec=spec)
-
-    monkeypatch.setattr(spec_mask_route, "module_is_within_reach", lambda: True)
-    monkeypatch.setattr(spec_mask, "load", load)
-    monkeypatch.setattr(spec_mask, "Plan", Plan)
+@pytest.fixture(autouse=True)
+def spec_mask_alone(loaded, monkeypatch):
     monkeypatch.setattr(routes, "AUTO", ("spec_mask",))
-    return specs
 
 
 def asked_first(made, change):
