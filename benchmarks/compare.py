@@ -19,6 +19,17 @@ def first_difference(a: list[list[int]], b: list[list[int]]) -> str:
     return "equal" if not differing else f"{len(differing)}/{len(rows)} differ from token {min(differing)}"
 
 
+def sampled(a: dict, b: dict) -> str:
+    """Of two cells: whether sampled tokens are equal, and how far logprobs of equal greedy tokens differ."""
+    largest = 0.0
+    for rows in zip(a["greedy"], b["greedy"], a["logprobs"], b["logprobs"], strict=True):
+        for x, y, p, q in zip(*rows, strict=True):
+            if x != y:
+                break
+            largest = max(largest, abs(p - q))
+    return f"sampled {first_difference(a['sampled'], b['sampled'])}, logprobs within {largest:.4f}"
+
+
 def main() -> None:
     arguments = sys.argv[1:]
     target = None
@@ -50,9 +61,15 @@ def main() -> None:
                 f"{cell:14} {r['name']:24} {c['ms_per_step']:8.3f} ms (spread {c['spread_ms']:.2f}) "
                 f"x{c['ms_per_step'] / reference['ms_per_step']:.3f}  tokens {same}"
             )
+            if "sampled" in c and "sampled" in reference:
+                c["sampled_vs_first"] = sampled(reference, c)
+                print(f"{'':14} {r['name']:24} {c['sampled_vs_first']}")
     if target:
         for r in results:
             r.pop("tokens")
+            for cell in r["cells"].values():
+                for lists in ("sampled", "greedy", "logprobs"):
+                    cell.pop(lists, None)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps({"compared_with": base["name"], "results": results}, indent=1) + "\n")
 

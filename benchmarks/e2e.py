@@ -11,7 +11,8 @@ Keys: k (draft tokens, 7; 0 = none), bs, ctx, out (tokens per request), layers, 
 (auto, fp8, fp8_e5m2), accept (tokens a step by vLLM's synthetic acceptance; EAGLE), async (0 or 1), cg
 (capture sizes), eager=1, gpu_gib (KV cache size), method (eagle, ngram, dflash), json (result file), skip
 (cells to leave out, as 32x32768: batch x context), profile (cells to trace with torch's profiler after all
-timings, as 1x1024), tp and pp (GPUs), lora (rank of an adapter with random weights), turns (FOLDER:N, see
+timings, as 1x1024), tp and pp (GPUs), lora (rank of an adapter with random weights), sample=1
+(sampled tokens and logprobs too), turns (FOLDER:N, see
 Turns; as: this process's name there), native33=1 (act as below sm_90: vLLM 0.33's own multi-token FA2
 decode). With fp8 KV, queries stay bf16 (as on sm_8x, where FA2 takes no fp8 queries).
 """
@@ -104,6 +105,25 @@ def write_adapter(name: str, layers: int, rank: int) -> str:
                 weights[f"{prefix}.lora_{half}.weight"] = values.bfloat16()
     save_file(weights, str(folder / "adapter_model.safetensors"))
     return str(folder)
+
+
+def sampled(llm, prompts: list, tokens: int, lora) -> dict:
+    """Tokens drawn at random, with a seed for each request, and the logprobs that greedy ones had."""
+    from vllm import SamplingParams
+
+    fixed = {"max_tokens": tokens, "ignore_eos": True, "detokenize": False}
+    seeds = [SamplingParams(temperature=0.8, seed=1000 + i, **fixed) for i in range(len(prompts))]
+    drawn = llm.generate(prompts, seeds, use_tqdm=False, lora_request=lora)
+    greedy = SamplingParams(temperature=0, logprobs=1, **fixed)
+    outputs = [o.outputs[0] for o in llm.generate(prompts, greedy, use_tqdm=False, lora_request=lora)]
+    return {
+        "sampled": [list(o.outputs[0].token_ids) for o in drawn],
+        "greedy": [list(o.token_ids) for o in outputs],
+        "logprobs": [
+            [round(at[token].logprob, 5) for token, at in zip(o.token_ids, o.logprobs, strict=True)]
+            for o in outputs
+        ],
+    }
 
 
 def make_llm(backend: str, options: dict, contexts: list[int], batches: list[int], out: int, **others):
@@ -418,6 +438,8 @@ def main() -> None:
                 "last_drafts": last_drafts(llm, batch),
             }
             tokens[cell] = ids
+            if "sample" in options:
+                cells[cell] |= sampled(llm, prompts, out, lora)
             if f"{batch}x{context}" in traced:
                 later.append((cell, generate))
     # After all timings: where torch's profiler has been, graphs are launched more slowly (stock, batch 1

@@ -79,7 +79,7 @@ timing)
     ;;
 tokens)
     small="$cells repeats=1 mem=0.15 gpu_gib=12"
-    variants=${VARIANTS:-k1:k=1 k3:k=3 fp8:k=7,kv=fp8 v1:k=7 ngram:k=3,method=ngram k0:k=0}
+    variants=${VARIANTS:-k1:k=1 k3:k=3 fp8:k=7,kv=fp8 v1:k=7 ngram:k=3,method=ngram k0:k=0 sample:k=7,sample=1}
     jobs=()
     for variant in $variants; do
         name=${variant%%:*} keys=${variant#*:}
