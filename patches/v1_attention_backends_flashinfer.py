@@ -318,8 +318,8 @@ class FlashInferSpecDecode:
                 setattr(builder, query_dtype, builder.model_config.dtype)
             builder.specpatch_route = route
             update = getattr(route, "update_draft_decode_metadata", None)
-            wanted = self.context.settings.route in UPDATE_DRAFT_METADATA
-            if update is not None and wanted and seams.draft_metadata_can_be_updated(builder):
+            may_update = self.context.settings.route in UPDATE_DRAFT_METADATA
+            if update is not None and may_update and seams.draft_metadata_can_be_updated(builder):
                 builder.update_draft_decode_metadata = update
                 builder.supports_draft_decode_metadata_update = True
         except Refused:

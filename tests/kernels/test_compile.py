@@ -23,8 +23,14 @@ BASELINE = json.loads(Path(__file__).with_name("ptxas_baseline.json").read_text(
 # Bytes spilled where FlashInfer's kernel of the same tiles spills none. ptxas keeps both at the 168
 # registers with which three CTAs fit a multiprocessor; ours is three words over (12 bytes stored and
 # loaded), with or without the variant's own members. Half the KV tile would avoid it. FlashInfer has no
-# tile of 32; what ours spills on sm_90 was measured to be faster there than half its KV tile.
-ACCEPTED = {("sm_80", 128, "bfloat16", 16): 24, ("sm_90a", 128, "float8_e4m3fn", 32): 56}
+# tile of 32; what ours spills on sm_90 was measured to be faster there than half its KV tile. The tile of 64
+# beside it is two words over FlashInfer's 72: half its KV tile spills nothing, is up to 13% faster below 8k
+# tokens and 8% slower at 32k, where it matters (H200).
+ACCEPTED = {
+    ("sm_80", 128, "bfloat16", 16): 24,
+    ("sm_90a", 128, "float8_e4m3fn", 32): 56,
+    ("sm_90a", 128, "float8_e4m3fn", 64): 80,
+}
 
 
 def theirs(spec, row):
