@@ -439,7 +439,8 @@ def main() -> None:
             }
             tokens[cell] = ids
             if "sample" in options:
-                cells[cell] |= sampled(llm, prompts, out, lora)
+                with turn():
+                    cells[cell] |= sampled(llm, prompts, out, lora)
             if f"{batch}x{context}" in traced:
                 later.append((cell, generate))
     # After all timings: where torch's profiler has been, graphs are launched more slowly (stock, batch 1

@@ -48,6 +48,7 @@ class Facts:
     non_causal: bool = False  # batches that graphs are promised for may be non-causal (DFlash drafts)
     batch_invariant: bool = False
     sinks: bool = False  # a layer has attention sinks
+    splits_batches: bool = False  # dual-batch overlap on the V1 runner
     kv_cache_dtype: str = "auto"
 
     @property
@@ -80,6 +81,14 @@ def no_route_for_non_causal(route: str) -> Finding:
     )
 
 
+def vllms_own_serves(but: str = "") -> Finding:
+    """``but``: why ours does not, where it was tried."""
+    reason = "vLLM serves multi-token decodes through FlashInfer's FA2 kernels here"
+    return _stock(
+        State.NOT_NEEDED, f"{reason}; route spec_mask, which is faster, could not: {but}" if but else reason
+    )
+
+
 def why_stock(facts: Facts) -> Finding | None:
     """None if spec-as-decode may be promised for this configuration; otherwise why vLLM stays stock.
 
@@ -99,13 +108,12 @@ def why_stock(facts: Facts) -> Finding | None:
     if facts.trtllm_api_decode and facts.trtllm_api_multi_token and not sharded and (causal or major != 10):
         kernels = "trtllm-gen" if major == 10 else "XQA"
         return _stock(State.NOT_NEEDED, f"vLLM serves multi-token decodes through {kernels} here")
-    own = _stock(State.NOT_NEEDED, "vLLM serves multi-token decodes through FlashInfer's FA2 kernels here")
     has_own = facts.upstream_native and not sharded and causal
     if has_own and not facts.replaces_upstream_native:
-        return own
+        return vllms_own_serves()
     refusal = _why_refused(facts)
     # Whoever asked for a route by name is told why it does not serve; by itself nothing is lost.
-    return own if has_own and refusal is not None and facts.route == "auto" else refusal
+    return vllms_own_serves() if has_own and refusal is not None and facts.route == "auto" else refusal
 
 
 def _why_refused(facts: Facts) -> Finding | None:
@@ -150,6 +158,14 @@ def _why_refused(facts: Facts) -> Finding | None:
     if facts.sinks:
         return _stock(
             State.REFUSED, "the native kernels have no attention sinks", "a model without sinks", "sinks"
+        )
+    if facts.splits_batches:
+        return _stock(
+            State.REFUSED,
+            "dual-batch overlap of the V1 runner copies the lengths of a request that it splits, and a CUDA "
+            "graph would go on reading those that it was captured with",
+            "no --enable-dbo, or the V2 runner",
+            "dual-batch overlap on the V1 runner",
         )
     if facts.kv_cache_dtype.startswith("nvfp4"):
         return _stock(

@@ -164,6 +164,11 @@ def names_flashinfer(vllm_config: Any) -> bool:
     return any(getattr(backend, "name", backend) == "FLASHINFER" for backend in chosen)
 
 
+def splits_batches(vllm_config: Any) -> bool:
+    """Whether the V1 runner may cut a batch in two within a request (vllm/v1/worker/ubatch_utils.py)."""
+    return bool(vllm_config.parallel_config.use_ubatching) and not vllm_config.use_v2_model_runner
+
+
 def max_decode_rows(vllm_config: Any) -> int:
     """Rows of the longest decode with speculation: the token to verify from and its drafts, which parallel
     drafting doubles (``_init_reorder_batch_threshold``)."""

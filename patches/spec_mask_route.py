@@ -84,9 +84,10 @@ class SpecMaskDecode:
         self._first_layer = None
 
     def _plan_before(self, key_cache: Any) -> None:
-        """Plans if ``key_cache`` is of the first layer of a forward pass. Whoever calls the model twice with
-        one batch (a warm-up and then the capture, the draft steps of one graph) starts with the layer that
-        it started with before; a graph must hold its own planning whatever ran before it was captured."""
+        """Plans if ``key_cache`` is of the first layer of a forward pass: of the first that runs, and when it
+        runs again (a warm-up and then the capture, the draft steps of one graph). A pass that starts
+        with another layer without :meth:`replan` has the same lengths (a drafter on its target's metadata). A
+        graph must hold its own planning whatever ran before it was captured."""
         import torch
 
         layer = key_cache.data_ptr()
@@ -160,8 +161,8 @@ class Staging:
 
 
 class SpecMaskRoute:
-    """One per metadata builder. Owns a plan per captured shape, one for all other batches, and the
-    workspace that they share: one plan is in use at a time, on one stream."""
+    """One per metadata builder. Owns a plan per captured shape, one for all other batches of a block table's
+    layout and mask, and the workspace that they share: one plan is in use at a time, on one stream."""
 
     name = "spec_mask"
     builds = True
@@ -254,18 +255,19 @@ class SpecMaskRoute:
         requests, q_len = self._largest_batch()
         longest = self._builder.model_config.max_model_len + q_len
         pages = -(-longest // self._builder.page_size)
+        largest: tuple[Any, Any] | None = None
         try:
-            plans = [
-                self._plan(requests, requests * q_len, q_len, longest, pages, causal)
-                for causal, mask in MASKS.items()
-                if mask in self._module.spec.masks
-            ]
+            # Kernels of different masks may run at different occupancy, and their plans split accordingly.
+            for causal, mask in MASKS.items():
+                if mask in self._module.spec.masks:
+                    plan = self._plan(requests, requests * q_len, q_len, longest, pages, causal)
+                    if largest is None or largest[0].shape[0] < plan.partial_o.shape[0]:
+                        largest = plan.partial_o, plan.partial_lse
         except Exception as e:  # above all: no memory left for it
             why = f"no workspace for route spec_mask: {type(e).__name__}: {e}"
             raise RouteUnavailable(Finding(State.FAILED, why)) from e
-        # Kernels of different masks may run at different occupancy, and their plans split accordingly.
-        largest = max(plans, key=lambda plan: plan.partial_o.shape[0])
-        return largest.partial_o, largest.partial_lse
+        assert largest is not None
+        return largest
 
     def _largest_batch(self) -> tuple[int, int]:
         """(requests, rows of each)"""
@@ -308,7 +310,7 @@ class SpecMaskRoute:
     def plan_for(
         self, requests: int, tokens: int, causal: bool, block_table: Any, graph: bool
     ) -> spec_mask.Plan:
-        """The plan of a captured shape (same object each time), or the one for every other batch."""
+        """The plan of a shape that is captured (same object each time), or the one for every other batch."""
         if graph:
             plan = self._plans.get((requests, tokens, causal))
             if plan is None:
@@ -344,16 +346,12 @@ class SpecMaskRoute:
         )
         if not decodes:
             return self.stock(lambda: stock_build(common))
-        shape = (decodes, decode_tokens, common.causal)
-        graph = captured.use_graph(
-            shape,
-            builder.enable_cuda_graph
-            and not prefills
-            and decode_tokens <= builder._decode_cudagraph_max_bs
-            and (self._ragged_graphs or decode_tokens % decodes == 0),
-        )
+        # A graph replays without this wrapper. A batch of a captured shape that runs all the same may have
+        # rows of unequal length, which a plan for uniform ones would drop (dynamic k: 6 + 2 rows where 2 x 4
+        # were captured).
+        graph = captured.capturing and not prefills and (self._ragged_graphs or decode_tokens % decodes == 0)
         block_table = common.block_table_tensor[:decodes]
-        plan = self.plan_for(*shape, block_table, graph)
+        plan = self.plan_for(decodes, decode_tokens, common.causal, block_table, graph)
         lengths = common.seq_lens[:decodes], common.query_start_loc[: decodes + 1]
         wrapper = SpecMaskDecode(self, plan, *lengths, block_table)
         decode = self._backend.FIDecode(wrapper=wrapper)

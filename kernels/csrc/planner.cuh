@@ -13,7 +13,7 @@
 //   row       one query token of one request; a request has q_len rows
 //   q tile    CTA_TILE_Q packed rows; packed row = row * group_size + query head within its group
 //   chunk     kv_chunk_size consecutive KV tokens of one request
-//   CTA       one (request, q tile, chunk); the grid is (padded number of CTAs, 1, KV heads)
+//   CTA       one (request, q tile, chunk); the grid is (padded number of CTAs) x (KV heads), see attention.cuh
 #pragma once
 
 #include <stdint.h>
@@ -54,7 +54,7 @@ struct PlanShape {
   int32_t max_rows;       // upper bound of query_start_loc[num_requests]
   int32_t max_q_len;      // upper bound of one request's rows
   int32_t group_size;     // query heads per KV head
-  int32_t num_kv_heads;   // gridDim.z
+  int32_t num_kv_heads;
   int32_t tile_q;         // CTA_TILE_Q of the compiled kernel
   int32_t granule;        // chunk sizes are multiples of this
   int32_t min_chunk;      // smallest chunk the auto mode may choose; multiple of granule
@@ -71,7 +71,7 @@ struct PlanShape {
   int32_t lone_percent;   // time per token of a CTA that cannot go faster, in percent
   int32_t merge_tokens;   // cost of one more chunk per row in the merge
   int32_t extra_waves;    // waves in the grid beyond those that the q tiles need
-  int32_t grid;           // padded number of CTAs per KV head = gridDim.x
+  int32_t grid;           // padded number of CTAs per KV head
 };
 
 SPEC_PLAN_FN int32_t ceil_div_i32(int32_t a, int32_t b) { return (a + b - 1) / b; }
@@ -294,7 +294,7 @@ SPEC_PLAN_FN int64_t plan_cost(const PlanShape& s, const Totals& all, int32_t ch
                                int32_t ctas) {
   const int32_t wave = max_i32(1, s.wave_ctas);
   const int64_t sms = s.num_sms, n = ctas;
-  // A CTA works in whole KV tiles, which min_chunk is one of: half of one takes as long as all of it.
+  // A CTA works in whole KV tiles; min_chunk is one, or two where they are small.
   const int64_t largest = ceil_div_i32(min_i32(chunk, all.longest), s.min_chunk) * s.min_chunk;
   const int64_t work = all.tokens + n * s.cta_tokens;
   // A grid times the KV heads is a number of CTAs that can be launched, so it has 31 bits; a division of

@@ -62,6 +62,7 @@ def test_every_gpu_without_trtllm_or_xqa(capability):
         ({"non_causal": True, **BY_NAME, "sinks": True}, State.REFUSED),
         ({"batch_invariant": True}, State.REFUSED),
         ({"kv_cache_dtype": "nvfp4"}, State.REFUSED),
+        ({"splits_batches": True}, State.REFUSED),
     ],
 )
 def test_stock_with_a_reason(changes, state):

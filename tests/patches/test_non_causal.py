@@ -48,7 +48,8 @@ def test_one_builder_serves_causal_and_non_causal_batches(drafter, recorders):
         again, plans = b.build([4, 4], [70, 80], causal=causal)
         assert again.causal is causal and plans == []
         assert (again.num_decodes, again.num_decode_tokens, again.num_prefills) == (2, 8, 0)
-        assert again.decode.wrapper.plan is first.decode.wrapper.plan
+        # Not the graph's: that plans itself, and what runs here may have rows of other lengths.
+        assert mask(again) == mask(first) and again.decode.wrapper.plan is not first.decode.wrapper.plan
         other, _ = b.build([4, 3, 1], [30, 40, 50], causal=causal)
         assert mask(other) == mask(first) and other.decode.wrapper.plan is not first.decode.wrapper.plan
 
@@ -64,9 +65,9 @@ def test_a_shape_is_captured_for_the_mask_that_it_was_captured_with(drafter):
 
 def test_padding_of_a_captured_block(drafter):
     b = drafter
-    captured, _ = b.build([4] * 4, [4] * 4, capture=True, causal=False)
+    b.build([4] * 4, [4] * 4, capture=True, causal=False)
     metadata, _ = b.build([4, 4, 0, 0], [20, 33, 0, 0], num_tokens=16, causal=False)
-    assert metadata.decode.wrapper.plan is captured.decode.wrapper.plan and metadata.num_decodes == 4
+    assert mask(metadata) == "full" and metadata.num_decodes == 4
 
 
 def test_a_block_beside_a_real_prefill(drafter, recorders):

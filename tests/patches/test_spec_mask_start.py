@@ -89,8 +89,7 @@ def test_the_workspace_is_there_before_the_first_request(any_route_bench, loaded
     b = any_route_bench(k=3)
     route = b.builder.specpatch_route
     partial_o, _ = route._workspace
-    b.build([4] * 8, [30] * 8, capture=True)
-    captured, _ = b.build([4] * 8, [90] * 8)
+    captured, _ = b.build([4] * 8, [30] * 8, capture=True)
     other, _ = b.build([4, 2, 1], [30, 40, 50])
     assert captured.decode.wrapper.plan.partial_o is partial_o
     assert other.decode.wrapper.plan.partial_o is partial_o

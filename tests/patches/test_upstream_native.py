@@ -44,6 +44,25 @@ def test_ours_takes_over(bench, by_name, monkeypatch, name):
     assert both(b) == ("UNIFORM_BATCH", 4) and b.builder.specpatch_route.name == "spec_mask"
 
 
+@pytest.mark.parametrize(("name", "state"), [("auto", State.NOT_NEEDED), ("spec_mask", State.REFUSED)])
+def test_a_module_that_does_not_compile_is_trouble_only_if_it_was_asked_for(
+    bench, by_name, monkeypatch, name, state
+):
+    """In strict mode trouble ends the start; vLLM's own decode serves all the same."""
+    import vllm_specpatch
+    from vllm_specpatch.patches import spec_mask_route
+
+    by_name(name)
+    monkeypatch.setattr(routes, "AUTO", ("spec_mask", "native"))
+    monkeypatch.setattr(spec_mask_route, "module_is_within_reach", lambda: True)
+    broken = Finding(State.REFUSED, "it does not compile", "a module", "errors")
+    monkeypatch.setattr(routes.ROUTES["spec_mask"], "prepare", classmethod(lambda *_: broken))
+    b = bench(k=3)
+    assert both(b) == ("UNIFORM_BATCH", 4) and b.builder.specpatch_route is None
+    [*_, said] = vllm_specpatch.status()["patches"]["flashinfer-spec-decode"]["decisions"]
+    assert said["state"] == state.value and "it does not compile" in said["reason"]
+
+
 @pytest.mark.parametrize("gate_first", [True, False], ids=["V1", "V2"])
 def test_vllms_own_serves_where_the_module_cannot_be_had(bench, by_name, monkeypatch, gate_first):
     """The V1 runner asks the gate before it makes builders."""
