@@ -11,10 +11,10 @@ Keys: k (draft tokens, 7; 0 = none), bs, ctx, out (tokens per request), layers, 
 (auto, fp8, fp8_e5m2), accept (tokens a step by vLLM's synthetic acceptance; EAGLE), async (0 or 1), cg
 (capture sizes), eager=1, gpu_gib (KV cache size), method (eagle, ngram, dflash), json (result file), skip
 (cells to leave out, as 32x32768: batch x context), profile (cells to trace with torch's profiler after all
-timings, as 1x1024), tp and pp (GPUs), lora (rank of an adapter with random weights), sample=1
-(sampled tokens and logprobs too), turns (FOLDER:N, see
-Turns; as: this process's name there), native33=1 (act as below sm_90: vLLM 0.33's own multi-token FA2
-decode). With fp8 KV, queries stay bf16 (as on sm_8x, where FA2 takes no fp8 queries).
+timings, as 1x1024), tp and pp (GPUs), lora (rank of an adapter with random weights), sample=1 (sampled tokens
+and logprobs too), turns (FOLDER:N, see Turns; as: this process's name there), native33=1 (act as below sm_90:
+vLLM 0.33's own multi-token FA2 decode). With fp8 KV, queries stay bf16 (as on sm_8x, where FA2 takes no fp8
+queries).
 """
 
 import contextlib
@@ -204,10 +204,15 @@ def act_below_sm90() -> None:
     flashinfer._use_fa2_native_decode = lambda: True
 
 
+def model_runner(llm):
+    """The runner in this process. Raises AttributeError where there is none (several GPUs)."""
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
+    return getattr(worker, "worker", worker).model_runner
+
+
 def captured_graphs(llm) -> dict:
     """How many graphs of which kind the runner holds, from its own objects."""
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
-    runner = getattr(worker, "worker", worker).model_runner
+    runner = model_runner(llm)
     speculator = getattr(runner, "speculator", None)
     managers = {
         "target": getattr(runner, "cudagraph_manager", None),
@@ -249,11 +254,11 @@ class Turns:
 
 def last_drafts(llm, batch: int) -> list | None:
     """The drafts of the last step: what a wrong drafter would change, while the tokens stay the target's."""
-    executor = llm.llm_engine.engine_core.engine_core.model_executor
-    worker = getattr(executor, "driver_worker", None)  # none here with several GPUs
-    speculator = getattr(getattr(getattr(worker, "worker", worker), "model_runner", None), "speculator", None)
-    drafts = getattr(speculator, "draft_tokens", None)  # V2 runner
-    return None if drafts is None else drafts[:batch].tolist()
+    try:
+        drafts = model_runner(llm).speculator.draft_tokens
+    except AttributeError:  # several GPUs, the V1 runner, or no speculation
+        return None
+    return drafts[:batch].tolist()
 
 
 class BuildTimes:
@@ -265,8 +270,7 @@ class BuildTimes:
         self.functions: cProfile.Profile | None = None
         self.syncs: list[str] | None = None
         self.seconds: list[float] = []
-        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
-        runner = getattr(worker, "worker", worker).model_runner
+        runner = model_runner(llm)
         builders = {type(group.get_metadata_builder(0)) for groups in runner.attn_groups for group in groups}
         for builder in builders:
             builder.build = self.timed(builder.build)

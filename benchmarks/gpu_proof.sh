@@ -43,14 +43,24 @@ compare() { # RESULT NAME...
     [ ${#files[@]} -gt 0 ] && "$python" -P "$checkout/benchmarks/compare.py" "${files[@]}" --write "$out/$result.json"
 }
 
+compare_routes() { # NAME: of the runs NAME-off and NAME-ROUTE
+    echo "== $1"
+    # shellcheck disable=SC2046,SC2086  # a list of words
+    compare "$1" $(printf "$1-%s " off $routes)
+}
+
+use_route() { # ROUTE: in a subshell, for what it starts
+    case $1 in
+    off | stock | flash_attn) export VLLM_SPECPATCH=0 ;;
+    *) export VLLM_SPECPATCH_ROUTE=$1 ;;
+    esac
+}
+
 by_route() { # NAME key=value...: NAME is a route, or a route, a dash and more
     local name=$1 backend=FLASHINFER
     shift
-    case ${name%%-*} in
-    stock) export VLLM_SPECPATCH=0 ;;
-    flash_attn) export VLLM_SPECPATCH=0 && backend=FLASH_ATTN && set -- fa=2 "$@" ;;
-    *) export VLLM_SPECPATCH_ROUTE=${name%%-*} ;;
-    esac
+    use_route "${name%%-*}"
+    [ "${name%%-*}" != flash_attn ] || { backend=FLASH_ATTN && set -- fa=2 "$@"; }
     run "$name" "$backend" "$@"
 }
 
@@ -89,7 +99,7 @@ tokens)
         local name=$1 route=$2
         shift 2
         [ "$name" = v1 ] && export VLLM_USE_V2_MODEL_RUNNER=0
-        if [ "$route" = off ]; then export VLLM_SPECPATCH=0; else export VLLM_SPECPATCH_ROUTE=$route; fi
+        use_route "$route"
         run "$name-$route" FLASHINFER "$@" $small
     }
     for job in "${jobs[@]}"; do
@@ -98,28 +108,20 @@ tokens)
         while [ "$(jobs -rp | wc -l)" -ge "${JOBS:-3}" ]; do wait -n; done
     done
     wait
-    for variant in $variants; do
-        name=${variant%%:*} files=()
-        for route in off $routes; do files+=("$name-$route"); done
-        echo "== $name"
-        compare "$name" "${files[@]}"
-    done
+    for variant in $variants; do compare_routes "${variant%%:*}"; done
     ;;
 long)
+    small="repeats=1 mem=0.25 gpu_gib=16"
     for route in off $routes; do
-        if [ "$route" = off ]; then export VLLM_SPECPATCH=0; else export VLLM_SPECPATCH=1 VLLM_SPECPATCH_ROUTE=$route; fi
-        small="repeats=1 mem=0.25 gpu_gib=16"
-        run "long-$route" FLASHINFER k=7 bs=8 ctx=1024 out=2000 $small &
-        run "accept-$route" FLASHINFER k=7 accept=3 bs=1,8,32 ctx=1024 out=256 $small &
-        run "accept1-$route" FLASHINFER k=3 accept=2.5 async=1 bs=8 ctx=8192 out=256 $small &
-        wait
+        (
+            use_route "$route"
+            run "long-$route" FLASHINFER k=7 bs=8 ctx=1024 out=2000 $small &
+            run "accept-$route" FLASHINFER k=7 accept=3 bs=1,8,32 ctx=1024 out=256 $small &
+            run "accept1-$route" FLASHINFER k=3 accept=2.5 async=1 bs=8 ctx=8192 out=256 $small &
+            wait
+        )
     done
-    for name in long accept accept1; do
-        files=()
-        for route in off $routes; do files+=("$name-$route"); done
-        echo "== $name"
-        compare "$name" "${files[@]}"
-    done
+    for name in long accept accept1; do compare_routes "$name"; done
     ;;
 soak)
     soak() { # NAME key=value...

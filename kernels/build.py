@@ -640,14 +640,14 @@ def spec_text(spec: Spec) -> str:
 class Built:
     """One prebuilt module: where it is and what it is for."""
 
-    library: Path
+    path: Path
     spec: Spec
     arch: str
     flashinfer: str
 
     def __str__(self) -> str:
         what = f"sm_{Arch.parse(self.arch).sm}, FlashInfer {self.flashinfer}: {self.spec.describe()}"
-        return f"{what}: {self.library}"
+        return f"{what}: {self.path}"
 
 
 def prebuild(specs: Sequence[Spec], archs: Sequence[str], out: Path) -> list[Built]:

@@ -19,7 +19,7 @@ class Route(Protocol):
     """What the FlashInfer patch asks of a route."""
 
     name: str
-    #: True: ``build(common, stock_build, captured)`` makes the metadata of batches whose ``causal`` it
+    #: True: ``build(common, stock_build, capturing)`` makes the metadata of batches whose ``causal`` it
     #: ``serves``; ``stock(build)`` calls vLLM's own for the others; ``update_draft_decode_metadata`` is
     #: optional.
     #: False: vLLM's ``build()`` runs and asks for ``decode_wrapper(requests, q_len, graph)`` and

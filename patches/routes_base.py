@@ -22,9 +22,9 @@ class CapturedShapes:
 
     def __init__(self) -> None:
         self.capturing = False
-        self._shapes: set[tuple[int, ...]] = set()
+        self._shapes: set[tuple[int, int]] = set()
 
-    def use_graph(self, shape: tuple[int, ...], possible: bool) -> bool:
+    def use_graph(self, shape: tuple[int, int], possible: bool) -> bool:
         """Whether the batch is one that graphs are replayed for; a batch being captured becomes one.
 
         ``possible``: vLLM's own conditions (graphs on, decodes only, under the capture cap) hold.

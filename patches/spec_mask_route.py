@@ -21,7 +21,7 @@ from ..kernels import build as kernel_build
 from ..kernels import spec_mask
 from ..patch import Finding, State
 from . import seams
-from .routes_base import CapturedShapes, RouteUnavailable
+from .routes_base import RouteUnavailable
 
 log = logging.getLogger("vllm.specpatch")
 #: vLLM's names of caches that do not have the model's dtype.
@@ -334,7 +334,7 @@ class SpecMaskRoute:
         with self._staging:
             return build()
 
-    def build(self, common: Any, stock_build: Any, captured: CapturedShapes) -> Any:
+    def build(self, common: Any, stock_build: Any, capturing: bool) -> Any:
         """``FlashInferMetadata`` of a batch that this route :meth:`serves`, without reading a device value.
 
         ``stock_build(common)`` plans the prefills of a mixed batch. Raises whatever the kernels raise for
@@ -349,7 +349,7 @@ class SpecMaskRoute:
         # A graph replays without this wrapper. A batch of a captured shape that runs all the same may have
         # rows of unequal length, which a plan for uniform ones would drop (dynamic k: 6 + 2 rows where 2 x 4
         # were captured).
-        graph = captured.capturing and not prefills and (self._ragged_graphs or decode_tokens % decodes == 0)
+        graph = capturing and not prefills and (self._ragged_graphs or decode_tokens % decodes == 0)
         block_table = common.block_table_tensor[:decodes]
         plan = self.plan_for(decodes, decode_tokens, common.causal, block_table, graph)
         lengths = common.seq_lens[:decodes], common.query_start_loc[: decodes + 1]

@@ -440,7 +440,7 @@ class FlashInferSpecDecode:
                 return route.build(
                     common,
                     lambda part: wrapped(common_prefix_len=0, common_attn_metadata=part),
-                    builder.specpatch_captured,
+                    builder.specpatch_captured.capturing,
                 )
             return route.stock(lambda: wrapped(*args, **kwargs))
         self._thread.batch = Batch(builder)

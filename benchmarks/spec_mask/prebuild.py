@@ -25,7 +25,7 @@ def main() -> None:
     args = parser.parse_args()
     begin = time.time()
     built = build.prebuild(ALL_SPECS, args.arch.split(","), args.out)
-    size = sum(b.library.stat().st_size for b in built)
+    size = sum(b.path.stat().st_size for b in built)
     print(f"{len(built)} modules, {size / 2**20:.1f} MB, {time.time() - begin:.0f} s, in {args.out}")
 
 

@@ -22,8 +22,14 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from vllm_specpatch.kernels import build
 
+needs_nvcc = pytest.mark.skipif(
+    build.find_nvcc() is None,
+    reason="compiling the kernels needs nvcc; none in CUDA_HOME, PATH or /usr/local/cuda",
+)
 ARCHS = ("8.0", "8.6", "8.9", "9.0a")
 JOBS = 2
 

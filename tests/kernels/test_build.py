@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ptxas
 import pytest
 
 from vllm_specpatch.kernels import build
@@ -21,10 +22,7 @@ pytest.importorskip("torch")
 pytest.importorskip("tvm_ffi")
 pytest.importorskip("flashinfer.jit")
 
-pytestmark = pytest.mark.skipif(
-    build.find_nvcc() is None,
-    reason="building modules needs nvcc; none in CUDA_HOME, PATH or /usr/local/cuda",
-)
+pytestmark = ptxas.needs_nvcc
 
 TINY = Spec(head_dim=64, group_size=1, max_q_len=1)
 ARCH = "8.6"
@@ -77,7 +75,7 @@ class Cache:
         return self.calls.read_text().splitlines() if self.calls.exists() else []
 
     @property
-    def library(self) -> Path:
+    def built(self) -> Path:
         (found,) = self.base.glob("**/cached_ops/spec_mask_*/spec_mask_*.so")
         return found
 
@@ -135,7 +133,7 @@ def no_compiler(cache) -> dict:
 
 @pytest.mark.parametrize("damage", ["truncated library", "no note", "wrong note", "no library"])
 def test_what_an_interrupted_build_left_is_completed(cache, damage):
-    library = cache.library
+    library = cache.built
     good = library.read_bytes()
     note = library.with_suffix(".json")
     before = cache.compiled()
@@ -155,7 +153,7 @@ def test_what_an_interrupted_build_left_is_completed(cache, damage):
 
 
 def test_broken_objects_are_compiled_again(cache):
-    library = cache.library
+    library = cache.built
     before = len(cache.compiled())
     for path in library.parent.glob("*.o"):
         path.write_bytes(path.read_bytes()[:100])
@@ -192,10 +190,10 @@ def prebuilt(cache, tmp_path_factory):
 
 def test_prebuild_says_what_it_built(prebuilt):
     out, one = prebuilt
-    assert one.library.is_relative_to(out)
-    assert build.is_whole(one.library)
+    assert one.path.is_relative_to(out)
+    assert build.is_whole(one.path)
     assert (one.arch, one.flashinfer) == (ARCH, build.flashinfer_version())
-    note = json.loads(one.library.with_suffix(".json").read_text())
+    note = json.loads(one.path.with_suffix(".json").read_text())
     assert (note["arch"], note["flashinfer"]) == (one.arch, one.flashinfer)
     assert note["spec"]["head_dim"] == 64
     assert "sm_86" in str(one)
@@ -214,7 +212,7 @@ def test_prebuilt_package_is_found_by_itself(cache, prebuilt, tmp_path):
     package = tmp_path / "site" / "vllm_specpatch_prebuilt"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    (package / one.library.parent.name).symlink_to(one.library.parent)
+    (package / one.path.parent.name).symlink_to(one.path.parent)
     empty = {**no_compiler(cache), "FLASHINFER_WORKSPACE_BASE": str(tmp_path)}
     empty["PYTHONPATH"] += os.pathsep + str(package.parent)
     assert cache.load(**empty).startswith("SIZES 2 ")

@@ -12,10 +12,7 @@ from vllm_specpatch.kernels.spec_mask import Spec
 pytest.importorskip("tvm_ffi")
 
 
-pytestmark = pytest.mark.skipif(
-    build.find_nvcc() is None,
-    reason="compiling the kernels needs nvcc; none in CUDA_HOME, PATH or /usr/local/cuda",
-)
+pytestmark = ptxas.needs_nvcc
 
 BASELINE = json.loads(Path(__file__).with_name("ptxas_baseline.json").read_text())
 

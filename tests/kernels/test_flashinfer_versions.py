@@ -18,10 +18,6 @@ from vllm_specpatch.kernels import build
 from vllm_specpatch.kernels.spec_mask import Spec
 
 FOLDERS = ("flashinfer/data/include/", "flashinfer/data/cccl/")
-needs_nvcc = pytest.mark.skipif(
-    build.find_nvcc() is None,
-    reason="compiling the kernels needs nvcc; none in CUDA_HOME, PATH or /usr/local/cuda",
-)
 
 
 def headers_of(version: str) -> Path:
@@ -70,7 +66,7 @@ def test_headers_are_those_that_were_read(version):
     build.check_flashinfer(version, headers_of(version))
 
 
-@needs_nvcc
+@ptxas.needs_nvcc
 @pytest.mark.parametrize("version", build.SUPPORTED_FLASHINFER)
 def test_a_unit_compiles(version, tmp_path):
     pytest.importorskip("tvm_ffi")
@@ -97,7 +93,7 @@ except build.BuildError as error:
 """
 
 
-@needs_nvcc
+@ptxas.needs_nvcc
 @pytest.mark.parametrize("version", build.SUPPORTED_FLASHINFER)
 def test_each_release_is_asked_to_build_as_it_wants_to_be(version, tmp_path):
     """The way to the compiler through the release's own Python: arguments, locks, generated files. Up to

@@ -8,14 +8,13 @@ blocks, not; a row that was planned wrongly, twice or not at all gives other num
 
 import dataclasses
 import itertools
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from vllm_specpatch.kernels import reference, spec_mask
-from vllm_specpatch.patches import native, routes, spec_mask_route
+from vllm_specpatch.patches import native, routes
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, K = 4, 2, 128, 16, 3
 PAGES = 1600
@@ -82,12 +81,10 @@ def paged_run(_recorder, _float, _int, _info, q, k_cache, v_cache, qo_indptr, kv
 
 
 @pytest.fixture
-def numbers(any_route_bench, recorders, recorder_class, monkeypatch, set_route):
+def numbers(any_route_bench, recorders, recorder_class, loaded, monkeypatch, set_route):
     """route name -> (bench, one KV cache of random numbers)."""
     import torch
 
-    monkeypatch.setattr(spec_mask_route, "module_is_within_reach", lambda: True)
-    monkeypatch.setattr(spec_mask, "load", lambda spec, before_build=None: SimpleNamespace(spec=spec))
     monkeypatch.setattr(spec_mask, "Plan", ReferencePlan)
     monkeypatch.setattr(spec_mask, "run", reference_run)
     monkeypatch.setattr(recorder_class, "paged_run", paged_run, raising=False)
