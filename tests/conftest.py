@@ -13,6 +13,9 @@ import pytest
 
 # `make` sets it for pytest itself; the processes that tests start must be like a user's.
 os.environ.pop("PYTHONSAFEPATH", None)
+# Tensors here are tiny. Two processes with a pool of OpenMP threads each spin at every barrier when they
+# share two cores: 2.5 times the time on an idle machine, and over 300 s for 15 on a busy one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOY = ROOT / "tests" / "toy"
@@ -41,7 +44,7 @@ def python(tmp_path):
             env=clean_environment(**env),
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
         )
         if not check:
             return done

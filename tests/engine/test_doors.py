@@ -128,7 +128,7 @@ except OSError as e:
         ["unshare", "-m", "sh", "-c", script, sys.executable, code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "read-only: 30" in done.stdout

@@ -117,7 +117,7 @@ def child(queue, parent_engine=None):
         args = (queue, engine) if {method!r} == "fork" else (queue,)
         process = context.Process(target=worker.child, args=args)
         process.start()
-        got = queue.get(timeout=60)
+        got = queue.get(timeout=300)
         process.join()
         report(got=got)
         """

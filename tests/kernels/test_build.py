@@ -67,7 +67,7 @@ class Cache:
     def load(self, **extra) -> str:
         """What the loading process says last; its errors are shown when it fails otherwise."""
         process = self.start(**extra)
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=600)
         assert process.returncode in (0, 3), err[-3000:]
         return out.splitlines()[-1]
 

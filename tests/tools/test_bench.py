@@ -473,7 +473,7 @@ def test_a_real_profiler_trace_is_understood():
 def child(tmp_path, monkeypatch):
     """Runs given code as the child's module."""
 
-    def run(code, timeout=60.0, **environment):
+    def run(code, timeout=300.0, **environment):
         (tmp_path / "childish.py").write_text("import json, os, sys\n" + textwrap.dedent(code))
         monkeypatch.setattr(bench, "CHILD", "childish")
         seen = []

@@ -505,7 +505,7 @@ def test_in_a_folder_full_of_traps_with_another_plugin_allowed(clean_environment
         env=clean_environment(VLLM_PLUGINS="somebody_else"),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     report = json.loads(done.stdout)
     process = report["facts"]["vllm_process"]

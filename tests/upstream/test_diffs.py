@@ -19,7 +19,7 @@ from vllm_specpatch.patches import SERIES
 
 PROBE = Path(__file__).with_name("probe_release.py")
 PROCESSES = 2
-TIMEOUT_S = 300
+TIMEOUT_S = 600
 K = 3
 #: Where XQA and trtllm-gen are out of reach every release leaves something to do.
 GPU = ("12.0", False)

@@ -22,7 +22,7 @@ import releases
 
 PROBE = Path(__file__).with_name("probe_release.py")
 PROCESSES = 2
-TIMEOUT_S = 300
+TIMEOUT_S = 600
 K = 3
 WANTED = os.environ.get("SPECPATCH_MATRIX", "")
 ALL = [(capability, cubins) for capability in releases.CAPABILITIES for cubins in (False, True)]

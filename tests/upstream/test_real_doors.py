@@ -120,7 +120,7 @@ def child(queue):
         queue = context.Queue()
         process = context.Process(target=child.child, args=(queue,))
         process.start()
-        print(json.dumps(queue.get(timeout=120)))
+        print(json.dumps(queue.get(timeout=300)))
         process.join()
         """
     )
