@@ -47,6 +47,8 @@ constexpr int32_t kPieces = 16;
 constexpr int32_t kCandidates = 2 * kPieces;
 // Up to so many requests, a thread counts the CTAs of a candidate by itself.
 constexpr int32_t kFewRequests = 16;
+// Threads that write the rows of one request; a verify step has 1 + k of them.
+constexpr int32_t kRowThreads = 8;
 
 // The captured shape. Constant for the life of a plan, so a CUDA graph may bake it in.
 struct PlanShape {
@@ -372,6 +374,21 @@ SPEC_PLAN_FN int32_t choose_chunk(Team& team, const PlanShape& s, const Totals& 
   return best.chunk;
 }
 
+// The last i with values[i] <= value; values rise and values[0] <= value. Requests with nothing share
+// their value with the one behind them, so this is never one of those.
+SPEC_PLAN_FN int32_t last_at_most(const int32_t* values, int32_t count, int32_t value) {
+  int32_t low = 0, high = count;
+  while (high - low > 1) {
+    const int32_t middle = (low + high) / 2;
+    if (values[middle] <= value) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
 // Plans one batch.
 //   seq_lens         [num_requests] KV tokens of each request, its query tokens included
 //   query_start_loc  [num_requests + 1] first row of each request; non-decreasing
@@ -384,10 +401,13 @@ SPEC_PLAN_FN void make_plan(Team& team, const PlanShape& s, const int32_t* seq_l
   int32_t* counts = scratch;
   int32_t* candidates = counts + kCandidates;
   int32_t* tiles = candidates + kCandidates;
-  int32_t* covered = tiles + s.max_requests;  // later: first CTA of each request
+  int32_t* covered = tiles + s.max_requests;
   int32_t* q_len_of = covered + s.max_requests;
   int32_t* q_start_of = q_len_of + s.max_requests;
   int32_t* first_row_of = q_start_of + s.max_requests;
+  // Nobody needs the first two any more when these are written: a scan, with its barriers, lies between.
+  int32_t* chunks_of = tiles;
+  int32_t* first_cta_of = covered;
 
   // Lengths are copied, so that the attention kernels of this step see the same numbers as the
   // planner even if the caller's buffers already hold the next step's.
@@ -448,10 +468,11 @@ SPEC_PLAN_FN void make_plan(Team& team, const PlanShape& s, const int32_t* seq_l
   for (int32_t round = 0; round < rounds; ++round) {
     const int32_t i = round * team.size() + team.rank();
     Pair my{0, 0};
-    if (i < s.max_requests) {
-      const int32_t chunks = direct ? 1 : ceil_div_i32(covered[i], chunk);
+    int32_t chunks = 0;
+    if (i < s.max_requests && tiles[i] > 0) {
+      chunks = direct ? 1 : ceil_div_i32(covered[i], chunk);
       my.ctas = tiles[i] * chunks;
-      my.rows = (tiles[i] > 0 ? q_len_of[i] : 0) * chunks;
+      my.rows = q_len_of[i] * chunks;
     }
     Pair total;
     const Pair before = team.exclusive_scan(my, &total);
@@ -460,7 +481,8 @@ SPEC_PLAN_FN void make_plan(Team& team, const PlanShape& s, const int32_t* seq_l
       const int32_t first_row = base.rows + before.rows;
       out.o_indptr[i] = direct ? q_start_of[i] : first_row;
       first_row_of[i] = first_row;
-      covered[i] = base.ctas + before.ctas;  // from here on: the request's first CTA
+      first_cta_of[i] = base.ctas + before.ctas;
+      chunks_of[i] = chunks;
     }
     base.ctas += total.ctas;
     base.rows += total.rows;
@@ -476,30 +498,28 @@ SPEC_PLAN_FN void make_plan(Team& team, const PlanShape& s, const int32_t* seq_l
   }
   team.sync();
 
-  for (int32_t i = team.group(); i < num_requests; i += team.groups()) {
-    const int32_t n_tiles = tiles[i];
-    if (n_tiles == 0) continue;
-    const int32_t first_cta = covered[i];
-    const int32_t next_cta = i + 1 < s.max_requests ? covered[i + 1] : base.ctas;
-    const int32_t chunks = (next_cta - first_cta) / n_tiles;
-    for (int32_t e = team.lane(); e < next_cta - first_cta; e += team.lanes()) {
-      const int32_t b = first_cta + e;
-      if (b >= s.grid) break;
-      const int32_t tile = e / chunks;
-      out.request_indices[b] = i;
-      out.qo_tile_indices[b] = tile;
-      out.kv_tile_indices[b] = e - tile * chunks;
-      out.block_valid[b] = true;
-    }
-    const int32_t q_len = q_len_of[i], begin = q_start_of[i], first_row = first_row_of[i];
-    const bool complete = next_cta <= s.grid;
-    for (int32_t r = team.lane(); r < q_len; r += team.lanes()) {
-      out.merge_rows[begin + r] =
-          complete ? MergeRow{first_row + r * chunks, chunks} : MergeRow{0, 0};
-    }
+  // A thread per CTA, not a warp per request: of 256 requests a block of 16 warps would take 16 turns
+  // with most lanes idle, and a turn is half a microsecond of latency (measured on an H200).
+  for (int32_t b = team.rank(); b < s.grid; b += team.size()) {
+    const bool used = b < num_ctas;
+    out.block_valid[b] = used;
+    if (!used) continue;
+    const int32_t i = last_at_most(first_cta_of, num_requests, b);
+    const int32_t e = b - first_cta_of[i], chunks = chunks_of[i], tile = e / chunks;
+    out.request_indices[b] = i;
+    out.qo_tile_indices[b] = tile;
+    out.kv_tile_indices[b] = e - tile * chunks;
   }
-  for (int32_t b = num_ctas + team.rank(); b < s.grid; b += team.size()) {
-    out.block_valid[b] = false;
+  // Rows: some threads per request, about as many as it has rows.
+  const int32_t width = team.size() % kRowThreads == 0 ? kRowThreads : 1;
+  for (int32_t i = team.rank() / width; i < num_requests; i += team.size() / width) {
+    const int32_t q_len = q_len_of[i], begin = q_start_of[i], first_row = first_row_of[i];
+    const int32_t next_cta = i + 1 < s.max_requests ? first_cta_of[i + 1] : base.ctas;
+    const int32_t chunks = next_cta <= s.grid ? chunks_of[i] : 0;
+    for (int32_t r = team.rank() % width; r < q_len; r += width) {
+      out.merge_rows[begin + r] =
+          chunks > 0 ? MergeRow{first_row + r * chunks, chunks} : MergeRow{0, 0};
+    }
   }
 }
 
