@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "attention.cuh"
+#include "block_team.cuh"
 #include "merge.cuh"
 #include "planner.cuh"
 #include "tvm/ffi/container/array.h"
@@ -26,99 +27,6 @@ namespace spec_mask {
   cudaError_t attention_info<MaskMode::MODE, TILE_Q>(KernelInfo*);
 SPEC_MASK_UNITS(SPEC_MASK_DECLARE)
 #undef SPEC_MASK_DECLARE
-
-// A thread block as a planning team (planner.cuh).
-template <int THREADS>
-struct BlockTeam {
-  static constexpr int kWarps = THREADS / 32;
-  // One slot per warp. Plain arrays: shared variables may not have constructors.
-  struct Exchange {
-    int64_t tokens[kWarps];
-    int4 rest[kWarps];
-    int2 pairs[kWarps];
-  };
-  Exchange* exchange;  // shared
-
-  __device__ int32_t rank() const { return threadIdx.x; }
-  __device__ int32_t size() const { return THREADS; }
-  __device__ int32_t group() const { return threadIdx.x / 32; }
-  __device__ int32_t groups() const { return kWarps; }
-  __device__ int32_t lane() const { return threadIdx.x % 32; }
-  __device__ int32_t lanes() const { return 32; }
-  __device__ void sync() const { __syncthreads(); }
-
-  __device__ int32_t group_sum(int32_t v) const { return __reduce_add_sync(0xffffffffu, v); }
-
-  __device__ Choice group_min(const Choice& v) const {
-    const uint32_t high = static_cast<uint32_t>(v.key >> 32), low = static_cast<uint32_t>(v.key);
-    const uint32_t min_high = __reduce_min_sync(0xffffffffu, high);
-    const uint32_t rest = high == min_high ? low : 0xffffffffu;
-    const uint32_t min_low = __reduce_min_sync(0xffffffffu, rest);
-    // Keys differ, so this is one lane; the first of them where the low half is all ones.
-    const uint32_t owners = __ballot_sync(0xffffffffu, high == min_high && low == min_low);
-    return Choice{static_cast<uint64_t>(min_high) << 32 | min_low,
-                  __shfl_sync(0xffffffffu, v.chunk, __ffs(static_cast<int>(owners)) - 1)};
-  }
-
-  __device__ static Totals warp_reduce(Totals v) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      v.tokens += __shfl_xor_sync(0xffffffffu, v.tokens, offset);
-    }
-    v.tiles = __reduce_add_sync(0xffffffffu, v.tiles);
-    v.longest = __reduce_max_sync(0xffffffffu, v.longest);
-    v.rows = __reduce_max_sync(0xffffffffu, v.rows);
-    v.status = static_cast<int32_t>(__reduce_or_sync(0xffffffffu, v.status));
-    return v;
-  }
-
-  // Two steps of the same warp reduction: within each warp, then over the warps' results.
-  __device__ Totals reduce(Totals v) const {
-    v = warp_reduce(v);
-    __syncthreads();
-    if (lane() == 0) {
-      exchange->tokens[group()] = v.tokens;
-      exchange->rest[group()] = make_int4(v.tiles, v.longest, v.rows, v.status);
-    }
-    __syncthreads();
-    Totals all;
-    if (lane() < kWarps) {
-      all.tokens = exchange->tokens[lane()];
-      const int4 rest = exchange->rest[lane()];
-      all.tiles = rest.x;
-      all.longest = rest.y;
-      all.rows = rest.z;
-      all.status = rest.w;
-    }
-    return warp_reduce(all);
-  }
-
-  __device__ static Pair warp_scan(Pair v, int32_t lane) {
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const int32_t ctas = __shfl_up_sync(0xffffffffu, v.ctas, offset);
-      const int32_t rows = __shfl_up_sync(0xffffffffu, v.rows, offset);
-      if (lane >= offset) v = Pair{v.ctas + ctas, v.rows + rows};
-    }
-    return v;
-  }
-
-  __device__ Pair exclusive_scan(Pair v, Pair* total) const {
-    const Pair inclusive = warp_scan(v, lane());
-    __syncthreads();
-    if (lane() == 31) exchange->pairs[group()] = make_int2(inclusive.ctas, inclusive.rows);
-    __syncthreads();
-    Pair warps{0, 0};
-    if (lane() < kWarps) warps = Pair{exchange->pairs[lane()].x, exchange->pairs[lane()].y};
-    warps = warp_scan(warps, lane());
-    total->ctas = __shfl_sync(0xffffffffu, warps.ctas, 31);
-    total->rows = __shfl_sync(0xffffffffu, warps.rows, 31);
-    Pair before{__shfl_sync(0xffffffffu, warps.ctas, (group() + 31) % 32),
-                __shfl_sync(0xffffffffu, warps.rows, (group() + 31) % 32)};
-    if (group() == 0) before = Pair{0, 0};
-    return Pair{before.ctas + inclusive.ctas - v.ctas, before.rows + inclusive.rows - v.rows};
-  }
-};
 
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
@@ -200,9 +108,7 @@ void plan(TensorView buffer, TensorView seq_lens, TensorView query_start_loc,
 // because the template reads the plan's lists before it waits for its predecessor.
 template <int WARPS>
 cudaError_t launch_merge(const Params& p, const PlanArrays& plan, float* lse, int32_t num_rows,
-                         cudaStream_t stream) {
-  using Shape = MergeShape<WARPS>;
-  const int64_t pairs = static_cast<int64_t>(num_rows) * p.num_qo_heads;
+                         int32_t blocks, cudaStream_t stream) {
   int device = 0, major = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
@@ -210,8 +116,8 @@ cudaError_t launch_merge(const Params& p, const PlanArrays& plan, float* lse, in
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<uint32_t>((pairs + Shape::kPairs - 1) / Shape::kPairs));
-  config.blockDim = dim3(Shape::kThreads);
+  config.gridDim = dim3(static_cast<uint32_t>(blocks));
+  config.blockDim = dim3(kMergeThreads);
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = major >= 9 ? 1 : 0;
@@ -302,12 +208,12 @@ void run(int64_t mode, bool causal_words, Array<int64_t> fields, TensorView buff
       << "attention, mask mode " << mode << ", query tile " << shape.tile_q << ": "
       << cudaGetErrorString(status);
   if (p.partition_kv && num_rows > 0) {
-    // The fewer rows there are, the more chunks they have and the more of the GPU a warp per row
-    // would leave idle while it reads them one after the other.
     const int64_t pairs = static_cast<int64_t>(num_rows) * num_qo_heads;
-    status = pairs <= 512    ? launch_merge<16>(p, plan, out_lse, num_rows, stream)
-             : pairs <= 2048 ? launch_merge<4>(p, plan, out_lse, num_rows, stream)
-                             : launch_merge<1>(p, plan, out_lse, num_rows, stream);
+    TVM_FFI_ICHECK_LE(pairs, INT32_MAX);
+    const MergeLaunch merge = merge_launch(pairs, shape.num_sms);
+    status = merge.warps == 16  ? launch_merge<16>(p, plan, out_lse, num_rows, merge.blocks, stream)
+             : merge.warps == 4 ? launch_merge<4>(p, plan, out_lse, num_rows, merge.blocks, stream)
+                                : launch_merge<1>(p, plan, out_lse, num_rows, merge.blocks, stream);
     TVM_FFI_ICHECK(status == cudaSuccess) << "merge: " << cudaGetErrorString(status);
   }
 }

@@ -1,0 +1,136 @@
+"""The device code around the attention kernel on emulated thread blocks: the planner's team, the merge."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_planner import FUZZ, batches, shapes
+
+torch = pytest.importorskip("torch")
+
+
+# -- the emulation itself ------------------------------------------------------------------------------
+
+
+def test_the_emulation_computes(device):
+    assert [device.emulate(0, seed) for seed in range(20)] == [[1008, 1008]] * 20
+
+
+@pytest.mark.parametrize(("wrong", "said"), [(1, "a lane that is not there"), (2, "that never come")])
+def test_the_emulation_notices(device, wrong, said):
+    with pytest.raises(RuntimeError, match=said):
+        device.emulate(wrong, 0)
+
+
+def test_the_emulation_shows_a_missing_barrier(device):
+    right = device.emulate(0, 0)
+    assert any(device.emulate(3, seed) != right for seed in range(5))
+
+
+# -- the planner ---------------------------------------------------------------------------------------
+
+
+@settings(FUZZ, max_examples=40)
+@given(data=st.data())
+def test_a_block_plans_what_one_thread_plans(planner, device, data):
+    shape, elements, _ = planner.complete(data.draw(shapes()))
+    lens, start = data.draw(batches(shape))
+    one = planner.plan(shape, lens, start, planner.buffer(elements), elements)
+    # The sizes that csrc/binding.cu launches.
+    requests = shape["max_requests"]
+    threads = 256 if requests <= 32 else 512 if requests <= 256 else 1024
+    seed = data.draw(st.integers(0, 2**31))
+    assert device.plan(shape, lens, start, planner.buffer(elements), elements, threads, seed) == one
+
+
+# -- the merge -----------------------------------------------------------------------------------------
+
+UNTOUCHED = 7.5
+
+
+def merged(partial_o, partial_lse, rows):
+    """What the merge must give, in fp64: outputs and base-2 LSEs; NaN where nothing may be written."""
+    num_heads, head_dim = partial_o.shape[1:]
+    out = torch.full((len(rows), num_heads, head_dim), math.nan, dtype=torch.float64)
+    lse = torch.full((len(rows), num_heads), math.nan, dtype=torch.float64)
+    for row, (first, count) in enumerate(rows.tolist()):
+        if not count:
+            continue
+        s = partial_lse[first : first + count].double()
+        o = partial_o[first : first + count].double()
+        top = s.amax(0)
+        weights = torch.where(top == -math.inf, 0.0, torch.exp2(s - top.clamp(min=-1e30)))
+        total = weights.sum(0)
+        out[row] = (weights[..., None] * o.nan_to_num()).sum(0) / total.clamp(min=1e-30)[..., None]
+        lse[row] = torch.where(total > 0, top + torch.log2(total), -math.inf)
+    return out, lse
+
+
+def partials(counts, num_heads, head_dim, seed):
+    """Partial outputs of rows with so many chunks each, among them chunks and whole rows that see nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(counts)
+    starts = [0, *itertools.accumulate(counts)][:-1]
+    rows = torch.tensor([(s if c else 0, c) for s, c in zip(starts, counts)], dtype=torch.int32)
+    o = torch.randn(max(total, 1), num_heads, head_dim, generator=generator)
+    lse = 20 * torch.randn(max(total, 1), num_heads, generator=generator)
+    blind = torch.rand(lse.shape, generator=generator) < 0.2
+    for row, (first, count) in enumerate(rows.tolist()):
+        if row % 5 == 4:
+            blind[first : first + count, row % num_heads] = True
+    # The attention kernel gives zeros and minus infinity where a row sees nothing.
+    lse[blind] = -math.inf
+    o[blind] = 0
+    return o, lse, rows
+
+
+@pytest.mark.parametrize("with_lse", [True, False], ids=["lse", "no lse"])
+@pytest.mark.parametrize("walk", [False, True], ids=["a turn", "several turns"])
+@pytest.mark.parametrize("warps", [16, 4, 1])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_merge(device, head_dim, warps, walk, with_lse):
+    num_heads = 5
+    counts = [3, 0, 1, 40, 2, 17, 0, 8, 9, 5, 64, 1, 0]
+    o, lse, rows = partials(counts, num_heads, head_dim, seed=warps + head_dim)
+    pairs = len(counts) * num_heads
+    blocks = 3 if walk else math.ceil(pairs * warps / 16)
+    assert walk == (blocks * 16 // warps < pairs) or warps == 1
+    out = torch.full((len(counts), num_heads, head_dim), UNTOUCHED)
+    out_lse = torch.full((len(counts), num_heads), UNTOUCHED)
+    device.merge(warps, blocks, o, lse, 0, rows, out, out_lse if with_lse else None, seed=blocks)
+    want, want_lse = merged(o, lse, rows)
+    skipped = want.isnan()
+    assert (out[skipped] == UNTOUCHED).all() and (out_lse[want_lse.isnan()] == UNTOUCHED).all()
+    torch.testing.assert_close(out[~skipped].double(), want[~skipped], rtol=1e-5, atol=1e-6)
+    if with_lse:
+        seen = ~want_lse.isnan()
+        torch.testing.assert_close(out_lse[seen].double(), want_lse[seen], rtol=1e-6, atol=1e-5)
+    else:
+        assert (out_lse == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("warps", [16, 4, 1])
+@pytest.mark.parametrize("blocks", [1, 7])
+def test_an_unsplit_plan_leaves_the_output_alone(device, warps, blocks):
+    """The LSEs are in the output's order then; a row that belongs to no request keeps what it had."""
+    num_heads, head_dim = 6, 64
+    counts = [1] * 150 + [0] * 50
+    o, lse, _ = partials([1] * 200, num_heads, head_dim, seed=1)
+    rows = torch.tensor([(r, c) for r, c in enumerate(counts)], dtype=torch.int32)
+    out = torch.full((200, num_heads, head_dim), UNTOUCHED)
+    out_lse = torch.full((200, num_heads), UNTOUCHED)
+    device.merge(warps, blocks, o, lse, 1, rows, out, out_lse, seed=3)
+    assert (out == UNTOUCHED).all()
+    assert torch.equal(out_lse[:150], lse[:150]) and (out_lse[150:] == UNTOUCHED).all()
+    device.merge(warps, blocks, o, lse, 1, rows, out, None, seed=3)
+    assert (out == UNTOUCHED).all()
+
+
+@given(pairs=st.integers(1, 2**31 - 1), num_sms=st.sampled_from([1, 20, 46, 82, 108, 132]))
+def test_the_grid_of_a_merge(device, pairs, num_sms):
+    """Every pair in one turn, or a GPU full of blocks; the warps of a block are all used."""
+    warps, blocks = device.merge_launch(pairs, num_sms)
+    assert warps == (16 if pairs <= 512 else 4 if pairs <= 2048 else 1)
+    assert blocks == min(math.ceil(pairs / (16 // warps)), 4 * num_sms)
