@@ -530,6 +530,75 @@ def marked(q_len, mask, words, length):
     return float(error.max())
 
 
+def first_use():
+    """Memory that nobody wrote: what is read of it shows under compute-sanitizer's initcheck only."""
+    for q_lens, lens, geometry, dtype_kv, (mask, words), split in (
+        ([8], [1000], SMALL, "bfloat16", ("causal", None), "auto"),
+        ([8, 0, 3], [700, 50, 129], SMALL, "bfloat16", ("causal", "tree"), "auto"),
+        ([1, 1], [333, 16], SMALL, "bfloat16", ("causal", None), "none"),
+        ([16, 4], [200, 5], SMALL, "float8_e4m3fn", ("bits", "random"), "auto"),
+        ([8, 8], [513, 64], SMALL, "float8_e4m3fn", ("causal", None), 256),
+        ([5], [600], (24, 4, 256), "bfloat16", ("full", None), "auto"),
+    ):
+        yield (
+            f"first use {q_lens} {lens} {geometry} {dtype_kv} {mask}/{words} split {split}",
+            lambda q=q_lens, n=lens, g=geometry, d=dtype_kv, m=mask, w=words, s=split: written_once(
+                q, n, g, d, m, w, s
+            ),
+        )
+
+
+def written_once(q_lens, seq_lens, geometry, dtype_kv, mask, words, split, page_size=16):
+    """One plan and one run where only what a caller must give was written, by copies from the host: no
+    other kernel runs on the GPU, and the plan's own buffers are as the allocator left them."""
+    heads, kv_heads, head_dim = geometry
+    batch = make_batch(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        q_lens=q_lens,
+        seq_lens=seq_lens,
+        page_size=page_size,
+        dtype_kv=dtype_kv,
+        words_kind=words,
+        device="cpu",
+    )
+    used = batch.start[-1]
+    caches = [torch.empty(c.shape, dtype=c.dtype, device="cuda") for c in (batch.k_cache, batch.v_cache)]
+    for i, tokens in enumerate(seq_lens):
+        for at in range(0, tokens, page_size):
+            page, slots = int(batch.page_table[i, at // page_size]), min(page_size, tokens - at)
+            for cache, source in zip(caches, (batch.k_cache, batch.v_cache)):
+                cache[page, :slots].copy_(source[page, :slots])
+    plan = Plan(
+        load(check_spec(head_dim, heads // kv_heads, dtype_kv=dtype_kv)),
+        num_kv_heads=kv_heads,
+        max_requests=len(q_lens),
+        max_rows=max(used, *q_lens),
+        max_q_len=max(q_lens),
+        max_kv_len=batch.page_table.stride(0) * page_size,
+        page_table_stride=batch.page_table.stride(0),
+        mask=mask,
+        split=split,
+    )
+    plan.buffer = torch.empty_like(plan.buffer)
+    words_device = None if batch.words_device is None else batch.words_device.cuda()
+    lse = torch.empty(used, heads, device="cuda")
+    plan.update(batch.seq_lens_device.cuda(), batch.start_device.cuda())
+    out = run(plan, batch.q.cuda(), *caches, batch.page_table.cuda(), mask=words_device, lse=lse)
+    want, want_lse = reference.attention(
+        batch.q,
+        batch.k_cache,
+        batch.v_cache,
+        batch.page_table,
+        batch.seq_lens,
+        batch.start,
+        mask=mask,
+        words=batch.words,
+    )
+    return compare(out.cpu(), lse.cpu(), want, want_lse, "bfloat16", 30.0)
+
+
 def planner_lists():
     for requests, split in itertools.product((1, 2, 5, 33, 64, 65, 200, 1024), ("auto", 4096, "none")):
         yield (
@@ -678,6 +747,7 @@ GROUPS = {
     "windows": windows,
     "marked_values": marked_values,
     "planner": planner_lists,
+    "first_use": first_use,
 }
 
 

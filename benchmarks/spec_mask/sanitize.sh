@@ -30,8 +30,7 @@ run() {
 }
 run memcheck masks,query_lengths,ragged,windows,splits,many_tiles,tiles_of_32,planner 9
 run racecheck query_lengths,splits,tiles_of_32,planner 13
-# Only kernels of ours (the name of FlashInfer's contains our parameter type): torch reads what it
-# never wrote when it compares whole buffers. The option has had two names.
-only=$("$tool" --help 2>/dev/null | grep -o -e '--kernel-name' -e '--kernel-regex' | head -1)
-run initcheck query_lengths,splits,many_tiles 13 ${only:+$only kns=spec_mask}
+# Every other group writes NaN everywhere first, so that nothing is left to find; and this tool follows each byte of
+# each kernel, torch's too: over a part of those groups it had not ended after 400 s. In this group only ours run.
+run initcheck first_use 1
 exit $failed
