@@ -132,6 +132,9 @@ class Spec:
     ``tile_32``      whether 17 to 32 packed rows take a query tile of 32, which FlashInfer does not
                      have (csrc/attention.cuh); head_dim 64 and 128. None: with fp8 caches, where it
                      was measured to be up to a quarter faster (16-bit ones: 8% faster to 40% slower)
+    ``convert``      how fp8 tiles become 16-bit ones, for measurements: "template" as FlashInfer does
+                     it, "in loop" without its pass through shared memory (csrc/attention.cuh), "own"
+                     with fewer instructions on top (csrc/fp8.cuh). Results are the same bits
     """
 
     head_dim: int
@@ -144,6 +147,7 @@ class Spec:
     max_q_len: int = 16
     mma_kv: int = 0
     tile_32: bool | None = None
+    convert: str = "template"
 
     def __post_init__(self) -> None:
         _need(
@@ -202,6 +206,13 @@ class Spec:
             self.mma_kv,
             "leave it at 0 outside measurements",
         )
+        _need(
+            self.convert in ("template", "in loop", "own"),
+            "convert",
+            '"template", "in loop" or "own"',
+            self.convert,
+            "leave it out outside measurements",
+        )
         # Two blocks of 16 output rows of 256 elements would fill all registers of a thread.
         _need(
             not self.tile_32 or self.head_dim <= 128, "tile_32", "False at head_dim 256", True, "leave it out"
@@ -235,6 +246,7 @@ class Spec:
             "tiles": list(self.tiles),
             "mma_kv": self.mma_kv,
             "tile_32": self.has_tile_32,
+            "convert": self.convert,
         }
 
     def describe(self) -> str:

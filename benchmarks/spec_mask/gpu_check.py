@@ -26,7 +26,7 @@ checkout.use_checkout()
 
 import torch  # noqa: E402
 from cases import KV_TORCH, int64, make_batch, random_words  # noqa: E402
-from specs import TILE_32_SPECS, check_spec  # noqa: E402
+from specs import CONVERT_SPECS, TILE_32_SPECS, check_spec  # noqa: E402
 
 from vllm_specpatch.kernels import build, reference  # noqa: E402
 from vllm_specpatch.kernels.spec_mask import Plan, load, run  # noqa: E402
@@ -415,14 +415,14 @@ def splits():
 
 
 def tiles_of_32():
-    """The query tile that FlashInfer does not have, and the others of its modules."""
-    for spec in TILE_32_SPECS:
+    """The query tile that FlashInfer does not have, other conversions of fp8, all tiles of their modules."""
+    for spec in [*TILE_32_SPECS, *CONVERT_SPECS]:
         heads = 2 * spec.group_size
         for q_len in sorted({1, 16 // spec.group_size + 1, 32 // spec.group_size, spec.max_q_len}):
             for mask, words in (("causal", None), ("causal", "tree"), ("bits", "random")):
                 lens = [q_len, 129 + q_len, 1000, 5000]
                 yield (
-                    f"{spec.describe()}, mma_kv <= {spec.mma_kv}, q{q_len} {mask}/{words}",
+                    f"{spec.describe()}, convert {spec.convert}, q{q_len} {mask}/{words}",
                     lambda s=spec, h=heads, q=q_len, m=mask, w=words, n=lens: run_case(
                         (h, 2, s.head_dim),
                         [q] * 4,

@@ -44,6 +44,23 @@ TILE_32_SPECS = [
     for head_dim, dtype_kv in ((128, "bfloat16"), (64, "bfloat16"), (64, "float8_e4m3fn"))
 ]
 
+# Other ways to convert fp8 tiles.
+CONVERT_SPECS = [
+    Spec(
+        head_dim=128,
+        group_size=4,
+        dtype_kv=dtype_kv,
+        masks=("bits", "causal"),
+        max_q_len=16,
+        convert=convert,
+    )
+    for dtype_kv, convert in (
+        ("float8_e4m3fn", "in loop"),
+        ("float8_e4m3fn", "own"),
+        ("float8_e5m2", "own"),
+    )
+]
+
 # Geometries 32/8/128 and 24/4/256; the same modules as above.
 BENCH_SPECS = [
     check_spec(128, 4),
@@ -56,6 +73,7 @@ BENCH_SPECS = [
 TUNE_SPECS = [
     Spec(head_dim=128, group_size=4, dtype_kv="float8_e4m3fn", tile_32=False),
     *(s for s in TILE_32_SPECS if s.head_dim == 128),
+    *CONVERT_SPECS,
 ]
 
 ALL_SPECS = [*CHECK_SPECS, *BENCH_SPECS, *TILE_32_SPECS, *TUNE_SPECS]

@@ -78,6 +78,13 @@ def test_tile_of_32_of_16_bit_caches_does_not_spill(arch, tmp_path):
     assert [(r["tile_q"], r["mma_kv"], r["spilled"]) for r in rows] == [(32, 1, 0)]
 
 
+def test_fp8_converted_in_the_loop_spills_nothing(tmp_path):
+    """What the pass through shared memory costs 56 bytes for on sm_90, see ACCEPTED."""
+    spec = Spec(head_dim=128, group_size=4, dtype_kv="float8_e4m3fn", max_q_len=8, convert="own")
+    rows = ptxas.compile_spec(spec, build.Arch.parse("9.0a"), tmp_path)
+    assert sorted((r["tile_q"], r["mma_kv"], r["spilled"]) for r in rows) == [(16, 2, 0), (32, 2, 0)]
+
+
 def test_kv_tile_follows_the_architecture(tmp_path):
     """99 KB of shared memory per block on sm_86 allow half the KV tile of sm_90."""
     spec = Spec(head_dim=128, group_size=4, max_q_len=4)

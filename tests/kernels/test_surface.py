@@ -76,6 +76,7 @@ def test_tiles_cover_every_q_len():
         {"max_q_len": 0},
         {"mma_kv": 3},
         {"head_dim": 256, "tile_32": True},
+        {"convert": "fast"},
     ],
 )
 def test_bad_specs_raise(change):
@@ -98,6 +99,8 @@ def test_uri_depends_on_everything(monkeypatch):
         {"max_q_len": 64},
         {"mma_kv": 1},
         {"tile_32": not BASE.has_tile_32},
+        {"convert": "in loop"},
+        {"convert": "own"},
     ]
     for change in changes:
         seen.add(build.module_uri(dataclasses.replace(BASE, **change), ARCH, FI))

@@ -253,4 +253,12 @@ T __reduce_max_sync(uint32_t mask, T value) {
 inline uint32_t __reduce_or_sync(uint32_t mask, uint32_t value) {
   return emulated::fold(mask, value, [](uint32_t a, uint32_t b) { return a | b; });
 }
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t bytes = static_cast<uint64_t>(y) << 32 | x;
+  uint32_t word = 0;
+  for (int i = 0; i < 4; ++i) {
+    word |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  }
+  return word;
+}
 inline int __ffs(int value) { return __builtin_ffs(value); }
