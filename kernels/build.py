@@ -237,6 +237,7 @@ using DTypeKV = {kv_type};
 constexpr int32_t kHeadDim = {spec.head_dim};
 constexpr bool kUseWindow = {str(spec.window).lower()};
 constexpr bool kUseSoftCap = {str(spec.soft_cap).lower()};
+constexpr bool kCausalWords = {str(spec.has_words).lower()};
 constexpr int32_t kSmemPerSm = {per_sm} * 1024;
 constexpr int32_t kSmemPerBlock = {per_block} * 1024;
 constexpr uint32_t kMmaKvOverride = {spec.mma_kv};
@@ -500,13 +501,15 @@ def find_prebuilt(uri: str, folders: Iterable[Path] | None = None) -> Path | Non
 def find_covering(spec: Spec, arch: Arch, folders: Iterable[Path] | None = None) -> Path | None:
     """A prebuilt library that has all kernels of a spec and more, or None.
 
-    One module prebuilt with more query tiles or masks than are asked for (``vllm-specpatch build`` builds all
-    tiles of up to 16 rows) then serves any smaller number of draft tokens.
+    One module prebuilt with more query tiles or masks than are asked for, or with words, will do:
+    ``vllm-specpatch build`` builds all tiles of up to 16 rows, which serves any smaller number of draft
+    tokens.
     """
     from .spec_mask import Spec
 
     wanted = spec.compiled()
     version = flashinfer_version()
+    slower = None  # with words that nobody asked for
     for folder in prebuilt_folders() if folders is None else folders:
         for note in sorted(folder.glob("spec_mask_*/spec_mask_*.json")):
             try:
@@ -516,13 +519,16 @@ def find_covering(spec: Spec, arch: Arch, folders: Iterable[Path] | None = None)
                 continue
             has = built.compiled()
             more = all(set(wanted[key]) <= set(has[key]) for key in ("masks", "tiles"))  # type: ignore[call-overload]
-            same = all(wanted[key] == has[key] for key in wanted if key not in ("masks", "tiles"))
+            more = more and has["words"] >= wanted["words"]  # type: ignore[operator]
+            same = all(wanted[key] == has[key] for key in wanted if key not in ("masks", "tiles", "words"))
             # The name says for which sources, FlashInfer and architecture.
             if more and same and note.stem == module_uri(built, arch, version):
                 library = note.with_suffix(".so")
                 if is_whole(library):
-                    return library
-    return None
+                    if has["words"] == wanted["words"]:
+                        return library
+                    slower = slower or library
+    return slower
 
 
 def find_ahead(spec: Spec, arch: Arch) -> Path | None:
@@ -572,7 +578,7 @@ _DTYPES = {
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
-_SPEC_FORM = "QUERY/KV/HEAD_DIM/gGROUP[/qROWS][/MASK+MASK...][/window][/softcap][/tile32|/notile32]"
+_SPEC_FORM = "QUERY/KV/HEAD_DIM/gGROUP[/qROWS][/MASK+MASK...][/window][/softcap][/words][/tile32|/notile32]"
 
 
 def parse_spec(text: str) -> Spec:
@@ -587,6 +593,7 @@ def parse_spec(text: str) -> Spec:
     ``causal+bits`` mask kinds (default causal): causal, full, bits, joined by +
     ``window``      with the sliding window
     ``softcap``     with the logits soft cap
+    ``words``       with mask words under causal masks (draft trees)
     ``tile32``      with the query tile of 32 rows, which fp8 caches have anyway; ``notile32`` without
     ==============  ==================================================================
 
@@ -613,8 +620,8 @@ def parse_spec(text: str) -> Spec:
     for part in parts[4:]:
         if part.startswith("q") and part[1:].isdecimal():
             found: dict[str, Any] = {"max_q_len": int(part[1:])}
-        elif part in ("window", "softcap"):
-            found = {{"window": "window", "softcap": "soft_cap"}[part]: True}
+        elif part in ("window", "softcap", "words"):
+            found = {"soft_cap" if part == "softcap" else part: True}
         elif part in ("tile32", "notile32"):
             found = {"tile_32": part == "tile32"}
         elif set(part.split("+")) <= set(MASKS):
@@ -642,7 +649,8 @@ def spec_text(spec: Spec) -> str:
     parts = [short[spec.dtype_q], short[spec.dtype_kv], str(spec.head_dim), f"g{spec.group_size}"]
     parts.append(f"q{spec.max_q_len}")
     parts.append("+".join(spec.masks))
-    parts.extend(name for name, on in (("window", spec.window), ("softcap", spec.soft_cap)) if on)
+    switches = {"window": spec.window, "softcap": spec.soft_cap, "words": spec.words}
+    parts.extend(name for name, on in switches.items() if on)
     if spec.tile_32 is not None:
         parts.append("tile32" if spec.tile_32 else "notile32")
     return "/".join(parts)

@@ -127,6 +127,8 @@ class Spec:
     ``masks``        mask kinds to build, see :func:`run`
     ``max_q_len``    longest query the module will see; with the group size it decides which query
                      tiles are built
+    ``words``        build words into the causal kernels, for draft trees; chains need none, and the tile
+                     of the draft block takes twice as long with them. Kernels of kind "bits" have them
     ``mma_kv``       0, or an upper bound for the KV tile in units of 16 tokens per KV warp: 1, 2, 4
                      or 8, for measurements
     ``tile_32``      whether 17 to 32 packed rows take a query tile of 32, which FlashInfer does not
@@ -145,6 +147,7 @@ class Spec:
     soft_cap: bool = False
     masks: tuple[str, ...] = ("causal",)
     max_q_len: int = 16
+    words: bool = False
     mma_kv: int = 0
     tile_32: bool | None = None
     convert: str = "template"
@@ -219,6 +222,11 @@ class Spec:
         )
 
     @property
+    def has_words(self) -> bool:
+        """Whether there are causal kernels, and with words."""
+        return self.words and "causal" in self.masks
+
+    @property
     def has_tile_32(self) -> bool:
         """``tile_32``, with its default settled."""
         if self.tile_32 is None:
@@ -244,6 +252,7 @@ class Spec:
             "soft_cap": self.soft_cap,
             "masks": sorted(self.masks),
             "tiles": list(self.tiles),
+            "words": self.has_words,
             "mma_kv": self.mma_kv,
             "tile_32": self.has_tile_32,
             "convert": self.convert,
@@ -251,7 +260,7 @@ class Spec:
 
     def describe(self) -> str:
         """Short text for messages."""
-        extras = "".join(f", {name}" for name in ("window", "soft_cap") if getattr(self, name))
+        extras = "".join(f", {name}" for name in ("window", "soft_cap", "words") if getattr(self, name))
         return (
             f"head_dim {self.head_dim}, q {self.dtype_q}, kv {self.dtype_kv}, "
             f"{'/'.join(self.masks)} masks, query tiles {'/'.join(map(str, self.tiles))}{extras}"
@@ -642,11 +651,12 @@ def run(
     :param v_cache: like ``k_cache``, same strides
     :param page_table: int32 ``[requests, entries]`` page numbers, row stride as in the plan; entries
         past a request's last page are never dereferenced
-    :param mask: int64 or uint64 ``[rows]``, a word per row. Kind "causal": optional, ANDed with the
-        causal order (chains need none, trees are subsets of it). Kind "bits": required, any bits.
-        Kind "full": none, all rows see all tokens of their request. Causal words of plans whose
-        longest request exceeds one query tile (``spec.tile``) use the module's "bits" kernel, so
-        its spec must list both kinds
+    :param mask: int64 or uint64 ``[rows]``, a word per row. Kind "causal": optional, if the module has
+        words, ANDed with the causal order (chains need none, trees are subsets of it). Kind "bits":
+        required, any bits.
+        Kind "full": none, all rows see all tokens of their request. Causal words of
+        plans whose longest request exceeds one query tile (``spec.tile``) use the module's "bits"
+        kernel, so its spec must list both kinds
     :param out: ``[rows, heads, head_dim]`` contiguous, dtype of q; made if not given
     :param lse: float32 ``[rows, heads]`` contiguous, gets the base-2 log-sum-exp (with soft cap and
         scales applied); -inf for a row that saw nothing
@@ -738,6 +748,13 @@ def run(
             lambda: f"causal words for requests in one query tile of {shape['tile_q']} packed rows",
             lambda: f"up to {shape['max_q_len']} rows of {spec.group_size} heads",
             lambda: f"load a module with masks={(*spec.masks, 'bits')}: longer requests take its kernel",
+        )
+        _need(
+            plan.words_mask == "bits" or spec.words,
+            "mask",
+            "a module with words",
+            "one without",
+            "load a module with words=True",
         )
         _need(
             mask.dtype in (torch.int64, torch.uint64)

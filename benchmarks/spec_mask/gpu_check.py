@@ -134,7 +134,13 @@ def run_case(
 ):
     heads, kv_heads, head_dim = geometry
     spec = spec or check_spec(
-        head_dim, heads // kv_heads, dtype_q, dtype_kv, window=window_left >= 0, soft_cap=soft_cap > 0
+        head_dim,
+        heads // kv_heads,
+        dtype_q,
+        dtype_kv,
+        words is not None,
+        window=window_left >= 0,
+        soft_cap=soft_cap > 0,
     )
     extra_rows = 3
     batch = make_batch(
@@ -416,10 +422,11 @@ def splits():
 
 def tiles_of_32():
     """The query tile that FlashInfer does not have, other conversions of fp8, all tiles of their modules."""
-    for spec in [*TILE_32_SPECS, *CONVERT_SPECS]:
+    trees = check_spec(128, 4, dtype_kv="float8_e4m3fn", words=True)
+    for spec in [*TILE_32_SPECS, *CONVERT_SPECS, trees]:
         heads = 2 * spec.group_size
-        for q_len in sorted({1, 16 // spec.group_size + 1, 32 // spec.group_size, spec.max_q_len}):
-            for mask, words in (("causal", None), ("causal", "tree"), ("bits", "random")):
+        for q_len in sorted({1, 16 // spec.group_size + 1, 32 // spec.group_size, 16}):
+            for mask, words in [("causal", "tree"), ("bits", "random")] if spec.words else [("causal", None)]:
                 lens = [q_len, 129 + q_len, 1000, 5000]
                 yield (
                     f"{spec.describe()}, convert {spec.convert}, q{q_len} {mask}/{words}",
@@ -484,7 +491,7 @@ def marked_values():
 def marked(q_len, mask, words, length):
     """Zero Q and K make all weights equal; V marks block token j in column j. What a row sees can
     then be read off the output exactly."""
-    spec = check_spec(128, 4)
+    spec = check_spec(128, 4, words=words is not None)
     batch = make_batch(
         heads=8,
         kv_heads=2,
@@ -571,7 +578,7 @@ def written_once(q_lens, seq_lens, geometry, dtype_kv, mask, words, split, page_
             for cache, source in zip(caches, (batch.k_cache, batch.v_cache)):
                 cache[page, :slots].copy_(source[page, :slots])
     plan = Plan(
-        load(check_spec(head_dim, heads // kv_heads, dtype_kv=dtype_kv)),
+        load(check_spec(head_dim, heads // kv_heads, dtype_kv=dtype_kv, words=words is not None)),
         num_kv_heads=kv_heads,
         max_requests=len(q_lens),
         max_rows=max(used, *q_lens),
@@ -651,15 +658,16 @@ def planner_on_device(requests, split):
 
 
 def replays(number):
-    for name, mask in (("causal", "causal"), ("bits", "bits")):
-        yield (f"{number} replays of one graph, {name}", lambda m=mask: replay(number, m))
+    for mask, with_words in (("causal", False), ("causal", True), ("bits", True)):
+        name = f"{mask} {'with' if with_words else 'without'} words"
+        yield (f"{number} replays of one graph, {name}", lambda m=mask, w=with_words: replay(number, m, w))
 
 
-def replay(number, mask):
+def replay(number, mask, with_words):
     """One captured graph under changing lengths, tables, request counts and words, all checked."""
     rng = random.Random(7)
     heads, kv_heads, head_dim, page_size, requests, q_max, longest = 8, 2, 128, 16, 6, 8, 3000
-    spec = check_spec(head_dim, heads // kv_heads)
+    spec = check_spec(head_dim, heads // kv_heads, words=with_words)
     stride = -(-longest // page_size)
     rows = requests * q_max
     pool = requests * stride
@@ -669,7 +677,7 @@ def replay(number, mask):
     table = torch.zeros(requests, stride, dtype=torch.int32, device="cuda")
     seq_lens = torch.zeros(requests, dtype=torch.int32, device="cuda")
     start = torch.zeros(requests + 1, dtype=torch.int32, device="cuda")
-    words = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    words = torch.zeros(rows, dtype=torch.int64, device="cuda") if with_words else None
     out, lse = torch.empty_like(q), torch.empty(rows, heads, device="cuda")
     plan = Plan(
         load(spec),
@@ -704,11 +712,12 @@ def replay(number, mask):
         kind = rng.choice(
             ["chain", "tree", "subset"] if mask == "causal" else ["random", "full", "tree", "empty"]
         )
-        bits = [w for ql in q_lens for w in random_words(kind, ql, rng)]
+        bits = [w for ql in q_lens for w in random_words(kind, ql, rng)] if with_words else None
         table.copy_(torch.randperm(pool, generator=generator, device="cuda").view(requests, stride))
         seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
         start.copy_(torch.tensor(offsets, dtype=torch.int32))
-        words[: len(bits)].copy_(int64(bits))
+        if with_words:
+            words[: len(bits)].copy_(int64(bits))
         out.fill_(float("nan"))
         lse.fill_(float("nan"))
         graph.replay()

@@ -2,33 +2,36 @@
 
 from vllm_specpatch.kernels.spec_mask import Spec
 
-ALL_MASKS = ("bits", "causal", "full")
 
-
-def check_spec(head_dim, group_size, dtype_q="bfloat16", dtype_kv="bfloat16", **extra):
-    """All masks and, through the long max_q_len, all query tiles: specs that differ only in the
-    group size share a module."""
+def check_spec(head_dim, group_size, dtype_q="bfloat16", dtype_kv="bfloat16", words=False, **extra):
+    """A geometry without mask words, as vLLM's batches are, or with: all masks that there are, and, through
+    the long max_q_len, all query tiles. Specs that differ only in the group size share a module."""
     return Spec(
         head_dim=head_dim,
         group_size=group_size,
         dtype_q=dtype_q,
         dtype_kv=dtype_kv,
-        masks=ALL_MASKS,
+        masks=("bits", "causal") if words else ("causal", "full"),
+        words=words,
         max_q_len=128,
         **extra,
     )
 
 
 CHECK_SPECS = [
-    check_spec(128, 4),
-    check_spec(128, 4, dtype_kv="float8_e4m3fn"),
-    check_spec(128, 4, dtype_kv="float8_e5m2"),
-    check_spec(128, 4, dtype_q="float16", dtype_kv="float16"),
-    check_spec(128, 4, window=True),
-    check_spec(128, 4, soft_cap=True),
-    check_spec(256, 6),
-    check_spec(256, 6, dtype_kv="float8_e4m3fn"),
-    check_spec(64, 1),
+    check_spec(*sizes, words=words, **options)
+    for words in (False, True)
+    for sizes, options in (
+        ((128, 4), {}),
+        ((128, 4), {"dtype_kv": "float8_e4m3fn"}),
+        ((128, 4), {"dtype_kv": "float8_e5m2"}),
+        ((128, 4), {"dtype_q": "float16", "dtype_kv": "float16"}),
+        ((128, 4), {"window": True}),
+        ((128, 4), {"soft_cap": True}),
+        ((256, 6), {}),
+        ((256, 6), {"dtype_kv": "float8_e4m3fn"}),
+        ((64, 1), {}),
+    )
 ]
 
 # Query tiles of 32 rows (csrc/attention.cuh) where they are not the default.
@@ -37,7 +40,6 @@ TILE_32_SPECS = [
         head_dim=head_dim,
         group_size=4,
         dtype_kv=dtype_kv,
-        masks=("bits", "causal"),
         max_q_len=16,
         tile_32=True,
     )
@@ -50,7 +52,6 @@ CONVERT_SPECS = [
         head_dim=128,
         group_size=4,
         dtype_kv=dtype_kv,
-        masks=("bits", "causal"),
         max_q_len=16,
         convert=convert,
     )

@@ -22,7 +22,10 @@ namespace spec_mask {
 
 using flashinfer::MaskMode;
 using Params = SpecMaskParams<DTypeQ, DTypeKV>;
-using Variant = SpecMaskAttention<kUseWindow, kUseSoftCap>;
+// Blocks that see all of each other have no words; those of any bits are nothing else.
+template <MaskMode MODE>
+using Variant = SpecMaskAttention<kUseWindow, kUseSoftCap,
+                                  MODE == MaskMode::kCustom || (MODE == MaskMode::kCausal && kCausalWords)>;
 
 struct KernelInfo {
   int32_t tile_kv;        // KV tokens per iteration
@@ -55,7 +58,7 @@ template <MaskMode MODE, uint32_t TILE_Q, uint32_t MMA_KV>
 using TemplateTraits = flashinfer::KernelTraits<
     MODE, TILE_Q, TileLayout<TILE_Q>::kMmaQ, MMA_KV, kHeadDim / 16, kHeadDim / 16,
     TileLayout<TILE_Q>::kWarpsQ, TileLayout<TILE_Q>::kWarpsKv, flashinfer::PosEncodingMode::kNone,
-    DTypeQ, DTypeKV, DTypeQ, float, int32_t, Variant>;
+    DTypeQ, DTypeKV, DTypeQ, float, int32_t, Variant<MODE>>;
 
 // FlashInfer (0.6.13 to 0.7.0) converts an fp8 tile in a pass of its own, through shared memory, for every
 // query tile above 16: there each of four query warps would convert all of it. With 1x4 warps each
@@ -125,6 +128,13 @@ constexpr uint32_t pick_mma_kv() {
   return 0;
 }
 
+// CTAs that must fit a multiprocessor's registers; 0 leaves it to ptxas. At 64 rows of 128 it takes a few more
+// than the 168 that let a third CTA in, which the shared memory of sm_80 and sm_90 has room for.
+template <MaskMode MODE, uint32_t TILE_Q, uint32_t MMA_KV>
+constexpr int32_t min_ctas() {
+  return TILE_Q == 64 && kHeadDim == 128 && sizeof(DTypeKV) == 2 && fits<MODE, TILE_Q, MMA_KV>(3) ? 3 : 0;
+}
+
 }  // namespace spec_mask
 
 // Body of one unit; build.py writes a .cu with this line per (mode, tile).
@@ -150,8 +160,8 @@ namespace detail {
 // the heads of one CTA follow each other, so that all real work is placed first and evenly; they
 // also read neighbouring memory of one page. On an H200, 8 rows a request: 8 requests of 1024 tokens
 // from 25.2 to 22.4 us, one of 8192 from 23.5 to 21.2.
-template <typename Traits>
-__global__ __launch_bounds__(Traits::NUM_THREADS) void attention_kernel(
+template <typename Traits, int32_t MIN_CTAS>
+__global__ __launch_bounds__(Traits::NUM_THREADS, MIN_CTAS) void attention_kernel(
     const __grid_constant__ Params params) {
   extern __shared__ uint8_t smem[];
   auto& storage = reinterpret_cast<typename Traits::SPEC_MASK_SHARED_STORAGE&>(smem);
@@ -175,7 +185,7 @@ struct Kernel {
                 "architecture");
   using Traits = TraitsFor<MODE, TILE_Q, kMmaKv>;
   static constexpr size_t kSmem = sizeof(typename Traits::SPEC_MASK_SHARED_STORAGE);
-  static constexpr auto kFunction = attention_kernel<Traits>;
+  static constexpr auto kFunction = attention_kernel<Traits, min_ctas<MODE, TILE_Q, kMmaKv>()>;
 
   // More than 48 KB of shared memory is an opt-in per function and device.
   static cudaError_t opt_in() {

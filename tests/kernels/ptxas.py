@@ -10,8 +10,10 @@ Results are kept outside the checkout, in VLLM_SPECPATCH_TEST_CACHE or ~/.cache/
 a digest of the preprocessed text, so that a run compiles only what a change can have changed.
 """
 
+import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -43,6 +45,12 @@ ENTRY = re.compile(
 TRAITS = re.compile(
     r"(?:BatchPrefillWithPagedKVCacheKernel|attention_kernel).*?KernelTraits\w*?ILNS\d?_8MaskModeE(\d)ELj(\d+)ELj(\d+)ELj(\d+)E"
 )
+
+# nvdisasm: a label, an instruction, its operation behind a predicate, a jump.
+LABEL = re.compile(r"\s*\.(L_x_\d+):")
+INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
+OPERATION = re.compile(r"^(?:@!?U?P\w+ )?(\w+)")
+JUMP = re.compile(r"\bBRA\b.*`\(\.(L_x_\d+)\)")
 
 
 def cache_folder() -> Path:
@@ -115,6 +123,44 @@ def compile_unit(source: Path, flags: list[str], own: list[Path], packages: list
     partial.write_text(log)
     partial.replace(cached)
     return log
+
+
+@dataclasses.dataclass
+class Kernel:
+    """Machine code of one attention kernel, an instruction a line, and its main loop."""
+
+    code: list[str]
+    loop: range
+
+    def in_loop(self, *operations: str) -> list[str]:
+        """The loop's instructions of these kinds, such as ``LDL``."""
+        return [self.code[i] for i in self.loop if OPERATION.search(self.code[i])[1] in operations]
+
+
+def disassemble(spec, arch: build.Arch, folder: Path, name: str) -> Kernel:
+    """The kernel of one unit, by nvdisasm. The main loop is the longest backward jump's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = next(s for s in build.write_sources(spec, arch, folder) if s.name == name)
+    version, data = build.flashinfer_version(), build.flashinfer_data()
+    flags = [*common_flags(arch), *(f for f in build.cuda_flags(arch, version) if "gencode" not in f)]
+    includes = [f"-I{p}" for p in (build.CSRC, folder, *package_includes(data))]
+    cubin = folder / f"{name}.cubin"
+    subprocess.run(
+        [build.find_nvcc(), *flags, *includes, "-cubin", "-o", str(cubin), str(source)],
+        check=True,
+        capture_output=True,
+    )
+    tool = importlib.metadata.distribution("nvidia-cuda-nvdisasm").locate_file("nvidia/cu13/bin/nvdisasm")
+    text = subprocess.run([str(tool), "-c", str(cubin)], check=True, capture_output=True, text=True).stdout
+    code, labels = [], {}
+    for line in text.splitlines():
+        if label := LABEL.match(line):
+            labels[label[1]] = len(code)
+        elif instruction := INSTRUCTION.match(line):
+            code.append(instruction[1])
+    jumps = [(labels[m[1]], i) for i, line in enumerate(code) if (m := JUMP.search(line))]
+    start, end = max(((a, b) for a, b in jumps if a < b), key=lambda jump: jump[1] - jump[0])
+    return Kernel(code, range(start, end + 1))
 
 
 def package_includes(data: Path) -> list[Path]:

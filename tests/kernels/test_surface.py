@@ -101,6 +101,7 @@ def test_uri_depends_on_everything(monkeypatch):
         {"tile_32": not BASE.has_tile_32},
         {"convert": "in loop"},
         {"convert": "own"},
+        {"words": True},
     ]
     for change in changes:
         seen.add(build.module_uri(dataclasses.replace(BASE, **change), ARCH, FI))
@@ -202,6 +203,9 @@ SPEC_TEXTS = {
     "bf16/bf16/256/g6/window/q32/causal+bits/softcap": Spec(
         head_dim=256, group_size=6, window=True, soft_cap=True, max_q_len=32, masks=("causal", "bits")
     ),
+    "bf16/bf16/128/g4/causal+bits/words": Spec(
+        head_dim=128, group_size=4, masks=("causal", "bits"), words=True
+    ),
     "bf16/bf16/128/g4/tile32": Spec(head_dim=128, group_size=4, tile_32=True),
     "bf16/fp8/128/g4/notile32": Spec(head_dim=128, group_size=4, dtype_kv="float8_e4m3fn", tile_32=False),
 }
@@ -298,7 +302,7 @@ def prebuilt(folder, spec, arch=ARCH, version=FI):
     """A folder as prebuild() leaves it, with a library that cannot be loaded."""
     uri = build.module_uri(spec, arch, version)
     library = folder / uri / f"{uri}.so"
-    library.parent.mkdir(parents=True)
+    library.parent.mkdir(parents=True, exist_ok=True)
     library.write_bytes(uri.encode())
     build._write_note(library, spec, arch)
     return library
@@ -323,6 +327,15 @@ def test_a_prebuilt_module_with_more_kernels_serves_a_spec_with_fewer(tmp_path, 
     with monkeypatch.context() as other:
         other.setattr(build, "source_digest", lambda: "other sources")
         assert build.find_ahead(small, ARCH) is None
+    # Words are more than a spec without them needs, and slower: the last choice.
+    words = dataclasses.replace(large, words=True)
+    assert build.find_ahead(words, ARCH) is None
+    library.unlink()
+    slower = prebuilt(tmp_path, words)
+    assert build.find_ahead(small, ARCH) == build.find_ahead(words, ARCH) == slower
+    library = prebuilt(tmp_path, large)
+    assert build.find_ahead(small, ARCH) == library
+    slower.unlink()
     library.write_bytes(b"half")
     assert build.find_ahead(small, ARCH) is None
 
@@ -386,8 +399,11 @@ def arguments(**changes):
     return {**given, **changes}
 
 
+WITH_WORDS = dataclasses.replace(BASE, words=True)
+
+
 def test_good_arguments_launch():
-    plan = make_plan()
+    plan = make_plan("causal", WITH_WORDS)
     out = run(plan, **arguments())
     assert plan.module.ffi.calls == 1
     assert out.shape == (8, 8, 128)
@@ -424,7 +440,7 @@ BAD_RUNS = {
 
 @pytest.mark.parametrize("changes", BAD_RUNS.values(), ids=BAD_RUNS.keys())
 def test_bad_arguments_raise_before_a_launch(changes):
-    plan = make_plan()
+    plan = make_plan("causal", WITH_WORDS)
     with pytest.raises(SpecMaskError, match="wanted .* found .*; "):
         run(plan, **arguments(**changes))
     assert plan.module.ffi.calls == 0
@@ -444,7 +460,7 @@ def test_causal_words_of_long_requests_use_the_bits_kernel():
     """Words work under the causal kernel only if a request fits one query tile; 17 rows of 4 heads
     are 68 packed rows. Chains keep the causal kernel."""
     words = torch.zeros(8, dtype=torch.int64)
-    spec = dataclasses.replace(BASE, masks=("bits", "causal"), max_q_len=64)
+    spec = dataclasses.replace(BASE, masks=("bits", "causal"), max_q_len=64, words=True)
     none, causal, bits = 0, 1, 2
     for max_q_len, tile, given, mode in (
         (16, 64, words, causal),
@@ -465,6 +481,12 @@ def test_causal_words_of_long_requests_use_the_bits_kernel():
     assert plan.module.ffi.args[:2] == (none, False)
     with pytest.raises(SpecMaskError, match="masks=.'causal', 'bits'."):
         run(make_plan("causal", BASE, max_q_len=17), **arguments(mask=words))
+    # The bits kernel has words anyway.
+    plan = make_plan("causal", dataclasses.replace(spec, words=False), max_q_len=17)
+    run(plan, **arguments(mask=words))
+    assert plan.module.ffi.args[:2] == (bits, True)
+    with pytest.raises(SpecMaskError, match="found one without; load a module with words=True"):
+        run(make_plan("causal", BASE), **arguments(mask=words))
 
 
 def test_tables_too_small_or_too_large():
