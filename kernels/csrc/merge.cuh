@@ -25,6 +25,12 @@ struct alignas(16) Pack8 {
   T x[8];
 };
 
+// Weight of partial results with LSE s beside others of which `top` is the largest. Nothing was seen where
+// s is -inf, and -inf - -inf would be NaN.
+__device__ __forceinline__ float merge_weight(float s, float top) {
+  return s == -INFINITY ? 0.f : exp2f(s - top);
+}
+
 struct MergeState {
   float m;       // largest LSE so far
   float d;       // sum of weights relative to m
@@ -37,14 +43,23 @@ struct MergeState {
     for (int i = 0; i < 8; ++i) acc[i] = 0.f;
   }
 
-  __device__ __forceinline__ void add(float other_m, float other_d, const float (&other)[8]) {
-    const float top = fmaxf(m, other_m);
-    if (top == -INFINITY) return;  // -inf - -inf would be NaN
-    const float a = exp2f(m - top), b = exp2f(other_m - top);
+  // Brings the sums to a maximum of at least `top`, so that several results can be added side by side: one
+  // after the other, each would wait for the exponentials of the one before it.
+  __device__ __forceinline__ void raise(float top) {
+    top = fmaxf(top, m);
+    const float weight = merge_weight(m, top);
     m = top;
-    d = d * a + other_d * b;
+    d *= weight;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) acc[i] = acc[i] * a + other[i] * b;
+    for (int i = 0; i < 8; ++i) acc[i] *= weight;
+  }
+
+  // Adds a result with LSE `other_m` <= m.
+  __device__ __forceinline__ void add(float other_m, float other_d, const float (&other)[8]) {
+    const float weight = merge_weight(other_m, m);
+    d += other_d * weight;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) acc[i] += other[i] * weight;
   }
 };
 
@@ -57,7 +72,7 @@ struct MergeLaunch {
 
 constexpr int32_t kMergeWarps = 16;       // per block
 constexpr int32_t kMergeThreads = 32 * kMergeWarps;
-constexpr int32_t kMergeBlocksPerSm = 4;  // as many threads as a multiprocessor holds (8.6, 8.9: 3 blocks)
+constexpr int32_t kMergeBlocksPerSm = 2;  // as many as run at once, for their registers
 
 SPEC_PLAN_FN MergeLaunch merge_launch(int64_t pairs, int32_t num_sms) {
   const int32_t warps = pairs <= 512 ? 16 : pairs <= 2048 ? 4 : 1;
@@ -79,6 +94,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   constexpr int kLanes = HEAD_DIM / 8;         // lanes holding one output row, 16 bytes each
   constexpr int kPerWarp = 32 / kLanes;        // chunks a warp reads at once
   constexpr int kParallel = kPerWarp * WARPS;  // chunks read at once
+  constexpr int kAtOnce = 4;                   // of those, one after the other but loaded together
   constexpr uint32_t kPairs = kMergeWarps / WARPS;  // of a block at once
   static_assert(32 % kLanes == 0, "head_dim must be 64, 128 or 256");
   static_assert(kMergeWarps % WARPS == 0, "a pair has its warps in one block");
@@ -114,15 +130,31 @@ __global__ void __launch_bounds__(kMergeThreads)
 
     MergeState state;
     state.reset();
-#pragma unroll 4
-    for (int32_t c = part; c < parts.count; c += kParallel) {
-      const int64_t at = static_cast<int64_t>(parts.first + c) * num_heads + head;
-      const float s = partial_lse[at];
-      const Pack8<DTypeO> v = *reinterpret_cast<const Pack8<DTypeO>*>(partial_o + at * HEAD_DIM + column);
-      float x[8];
+    for (int32_t c = part; c < parts.count; c += kAtOnce * kParallel) {
+      float s[kAtOnce];
+      Pack8<DTypeO> v[kAtOnce];
+      float top = -INFINITY;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) x[i] = static_cast<float>(v.x[i]);
-      state.add(s, 1.f, x);
+      for (int u = 0; u < kAtOnce; ++u) {
+        s[u] = -INFINITY;
+        if (c + u * kParallel < parts.count) {
+          const int64_t at = static_cast<int64_t>(parts.first + c + u * kParallel) * num_heads + head;
+          s[u] = partial_lse[at];
+          v[u] = *reinterpret_cast<const Pack8<DTypeO>*>(partial_o + at * HEAD_DIM + column);
+        } else {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) v[u].x[i] = static_cast<DTypeO>(0.f);
+        }
+        top = fmaxf(top, s[u]);
+      }
+      state.raise(top);
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        float x[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] = static_cast<float>(v[u].x[i]);
+        state.add(s[u], 1.f, x);
+      }
     }
 
 #pragma unroll
@@ -132,6 +164,7 @@ __global__ void __launch_bounds__(kMergeThreads)
       const float other_d = __shfl_xor_sync(0xffffffffu, state.d, offset);
 #pragma unroll
       for (int i = 0; i < 8; ++i) other[i] = __shfl_xor_sync(0xffffffffu, state.acc[i], offset);
+      state.raise(other_m);
       state.add(other_m, other_d, other);
     }
 
@@ -148,7 +181,11 @@ __global__ void __launch_bounds__(kMergeThreads)
       }
       __syncthreads();
       if (warp % WARPS == 0) {
+        float top = -INFINITY;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) top = fmaxf(top, smem_m[warp + w]);
         state.reset();
+        state.raise(top);
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
           float other[8];
