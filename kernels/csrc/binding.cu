@@ -30,13 +30,12 @@ SPEC_MASK_UNITS(SPEC_MASK_DECLARE)
 
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
-    plan_kernel(const __grid_constant__ PlanShape shape, const int32_t* seq_lens,
-                const int32_t* query_start_loc, int32_t num_requests, int32_t* buffer) {
+    plan_kernel(const __grid_constant__ PlanShape shape, const __grid_constant__ PlanArrays out,
+                const int32_t* seq_lens, const int32_t* query_start_loc, int32_t num_requests) {
   extern __shared__ __align__(16) int32_t scratch[];
   __shared__ typename BlockTeam<THREADS>::Exchange exchange;
   BlockTeam<THREADS> team{&exchange};
-  make_plan(team, shape, seq_lens, query_start_loc, num_requests, plan_arrays(shape, buffer),
-            scratch);
+  make_plan(team, shape, seq_lens, query_start_loc, num_requests, out, scratch);
 }
 
 // Field order of the shape vector exchanged with Python, SHAPE_FIELDS in spec_mask.py.
@@ -90,14 +89,14 @@ void plan(TensorView buffer, TensorView seq_lens, TensorView query_start_loc,
   const size_t smem = sizeof(int32_t) * plan_scratch_elements(shape);
   auto* seq = static_cast<const int32_t*>(seq_lens.data_ptr());
   auto* start = static_cast<const int32_t*>(query_start_loc.data_ptr());
-  auto* out = static_cast<int32_t*>(buffer.data_ptr());
+  const PlanArrays out = plan_arrays(shape, static_cast<int32_t*>(buffer.data_ptr()));
   // A small batch has more barrier than work, and a barrier of 8 warps is the cheaper one.
   if (shape.max_requests <= 32) {
-    plan_kernel<256><<<1, 256, smem, stream>>>(shape, seq, start, num_requests, out);
+    plan_kernel<256><<<1, 256, smem, stream>>>(shape, out, seq, start, num_requests);
   } else if (shape.max_requests <= 256) {
-    plan_kernel<512><<<1, 512, smem, stream>>>(shape, seq, start, num_requests, out);
+    plan_kernel<512><<<1, 512, smem, stream>>>(shape, out, seq, start, num_requests);
   } else {
-    plan_kernel<1024><<<1, 1024, smem, stream>>>(shape, seq, start, num_requests, out);
+    plan_kernel<1024><<<1, 1024, smem, stream>>>(shape, out, seq, start, num_requests);
   }
   const cudaError_t status = cudaGetLastError();
   TVM_FFI_ICHECK(status == cudaSuccess) << "plan: " << cudaGetErrorString(status);

@@ -28,6 +28,9 @@ struct BlockTeam {
   __device__ int32_t lanes() const { return 32; }
   __device__ void sync() const { __syncthreads(); }
 
+  __device__ int32_t from_lane(int32_t v, int32_t lane) const {
+    return __shfl_sync(0xffffffffu, v, lane);
+  }
   __device__ int32_t group_sum(int32_t v) const { return __reduce_add_sync(0xffffffffu, v); }
 
   __device__ Choice group_min(const Choice& v) const {
@@ -53,10 +56,10 @@ struct BlockTeam {
     return v;
   }
 
-  // Two steps of the same warp reduction: within each warp, then over the warps' results.
+  // Two steps of the same warp reduction: within each warp, then over the warps' results. Called once: a
+  // second call would need a barrier in front.
   __device__ Totals reduce(Totals v) const {
     v = warp_reduce(v);
-    __syncthreads();
     if (lane() == 0) {
       exchange->tokens[group()] = v.tokens;
       exchange->rest[group()] = make_int4(v.tiles, v.longest, v.rows, v.status);

@@ -24,6 +24,14 @@
 #define SPEC_PLAN_FN inline
 #endif
 
+// Loops that most threads pass once. nvcc would unroll them by four, and of a kernel that runs once, on a
+// multiprocessor that has run others since, much of the time goes into fetching its instructions.
+#if defined(__CUDACC__)
+#define SPEC_PLAN_ONCE _Pragma("unroll 1")
+#else
+#define SPEC_PLAN_ONCE
+#endif
+
 namespace spec_mask {
 
 enum SplitMode : int32_t {
@@ -76,7 +84,18 @@ struct PlanShape {
   int32_t grid;           // padded number of CTAs per KV head
 };
 
-SPEC_PLAN_FN int32_t ceil_div_i32(int32_t a, int32_t b) { return (a + b - 1) / b; }
+// Of numbers that are not negative: a division of unsigned ones takes fewer instructions, and a sum above
+// 2^31 - 1 is no overflow.
+SPEC_PLAN_FN int32_t div_i32(int32_t a, int32_t b) {
+  return static_cast<int32_t>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
+}
+SPEC_PLAN_FN int32_t ceil_div_i32(int32_t a, int32_t b) {
+  return static_cast<int32_t>((static_cast<uint32_t>(a) + static_cast<uint32_t>(b) - 1) /
+                              static_cast<uint32_t>(b));
+}
+SPEC_PLAN_FN int64_t div_i64(int64_t a, int64_t b) {
+  return static_cast<int64_t>(static_cast<uint64_t>(a) / static_cast<uint64_t>(b));
+}
 SPEC_PLAN_FN int32_t min_i32(int32_t a, int32_t b) { return a < b ? a : b; }
 SPEC_PLAN_FN int32_t max_i32(int32_t a, int32_t b) { return a > b ? a : b; }
 
@@ -215,7 +234,7 @@ SPEC_PLAN_FN PlanArrays plan_arrays(const PlanShape& s, int32_t* base) {
 
 // Scratch of one planning team: shared memory on the device. int32 elements.
 SPEC_PLAN_FN int32_t plan_scratch_elements(const PlanShape& s) {
-  return 2 * kCandidates + 5 * s.max_requests;
+  return kCandidates + 5 * s.max_requests;
 }
 
 // What the planner knows about a batch as a whole.
@@ -252,10 +271,12 @@ struct Choice {
 //   group(), groups()              this thread's group; a group is a set of lanes (a warp)
 //   lane(), lanes()                this thread within its group
 //   sync()                         barrier that also orders memory
+//   from_lane(v, lane)             v of another lane of the group
 //   group_sum(v)                   sum over the lanes of a group, known to all its lanes
 //   group_min(choice)              the smallest over the lanes of a group, known to all its lanes
 //   reduce(totals)                 Totals::add over the team, known to all
 //   exclusive_scan(pair, &total)   field by field, over ranks
+// The last two are barriers too; the first of them is called once.
 // With one thread, all of it is the identity; the result must not depend on the team's size.
 // ---------------------------------------------------------------------------------------------
 
@@ -276,7 +297,7 @@ SPEC_PLAN_FN int32_t candidate_chunk(const PlanShape& s, const Totals& all, int3
   int64_t tokens = ceil_div_i32(all.longest, k + 1);
   if (k >= kPieces) {
     const int64_t ctas = static_cast<int64_t>(k - kPieces + 1) * s.num_sms;
-    tokens = (all.tokens * s.num_kv_heads + ctas - 1) / ctas;
+    tokens = div_i64(all.tokens * s.num_kv_heads + ctas - 1, ctas);
     if (tokens > all.longest) tokens = all.longest;
   }
   const int32_t granules = ceil_div_i32(static_cast<int32_t>(tokens), s.granule);
@@ -305,10 +326,10 @@ SPEC_PLAN_FN int64_t plan_cost(const PlanShape& s, const Totals& all, int32_t ch
   const int64_t even = per_sm * (largest + s.cta_tokens) * sms;
   const int64_t uneven = work * s.num_kv_heads + largest * sms;
   const int64_t shared = even < uneven ? even : uneven;
-  const int64_t slow = largest * s.lone_percent / 100;
+  const int64_t slow = div_i64(largest * s.lone_percent, 100);
   const int64_t even_waves = ceil_div_i32(ctas, wave) * (slow + s.cta_tokens) * sms;
   const int64_t uneven_waves =
-      ((all.tokens * s.lone_percent / 100 + n * s.cta_tokens) / wave + slow) * sms;
+      (div_i64(div_i64(all.tokens * s.lone_percent, 100) + n * s.cta_tokens, wave) + slow) * sms;
   const int64_t alone = even_waves < uneven_waves ? even_waves : uneven_waves;
   const int64_t pieces = ceil_div_i32(all.longest, chunk);
   const int64_t merge = pieces > 1 ? pieces * s.merge_tokens * sms : 0;
@@ -328,50 +349,38 @@ SPEC_PLAN_FN Choice weigh(const PlanShape& s, const Totals& all, int32_t k, int3
 SPEC_PLAN_FN Choice cheaper(const Choice& a, const Choice& b) { return b.key < a.key ? b : a; }
 
 // Chooses the chunk size of one batch: the cheapest candidate that fits the captured grid. One
-// that does not split at all always fits. A candidate is weighed by a thread of its own, since the
-// divisions are what it takes. Of a small batch every group weighs all of them for itself, which is
-// sooner than waiting to be told; of a large one whole groups count the CTAs, and one group weighs.
+// that does not split at all always fits. A candidate is weighed by a lane of its own, since the
+// divisions are what it takes, and every group weighs all of them for itself, which is sooner than waiting
+// to be told. CTAs of a small batch are counted likewise; those of a large one by a whole group for
+// each candidate.
 template <class Team>
 SPEC_PLAN_FN int32_t choose_chunk(Team& team, const PlanShape& s, const Totals& all,
                                   int32_t num_requests, const int32_t* tiles,
-                                  const int32_t* covered, int32_t* counts, int32_t* chunks) {
+                                  const int32_t* covered, int32_t* counts) {
   if (s.split_mode == kSplitNone) return max_i32(s.granule, all.longest);
   if (s.split_mode == kSplitFixed) return s.fixed_chunk;
   if (all.tiles == 0) return s.min_chunk;
-  const bool few = num_requests <= kFewRequests;
-  if (!few) {
-    for (int32_t k = team.rank(); k < kCandidates; k += team.size()) {
-      chunks[k] = candidate_chunk(s, all, k);
-    }
-    team.sync();
-    for (int32_t k = team.group(); k < kCandidates; k += team.groups()) {
-      const int32_t n = count_ctas(team, num_requests, tiles, covered, chunks[k]);
-      if (team.lane() == 0) counts[k] = n;
-    }
-    team.sync();
-    if (team.group() != 0) {
-      team.sync();
-      return chunks[0];
-    }
-  }
   Choice best{UINT64_MAX, 0};
+  SPEC_PLAN_ONCE
   for (int32_t k = team.lane(); k < kCandidates; k += team.lanes()) {
-    int32_t chunk, n = 0;
-    if (few) {
-      chunk = candidate_chunk(s, all, k);
+    const int32_t chunk = candidate_chunk(s, all, k);
+    int32_t n = 0;
+    if (num_requests <= kFewRequests) {
       for (int32_t i = 0; i < num_requests; ++i) n += tiles[i] * ceil_div_i32(covered[i], chunk);
     } else {
-      chunk = chunks[k];
+      const int32_t first = k - team.lane();  // candidate of lane 0
+      SPEC_PLAN_ONCE
+      for (int32_t other = team.group(); other < team.lanes(); other += team.groups()) {
+        const int32_t ctas =
+            count_ctas(team, num_requests, tiles, covered, team.from_lane(chunk, other));
+        if (team.lane() == 0) counts[first + other] = ctas;
+      }
+      team.sync();
       n = counts[k];
     }
     best = cheaper(best, weigh(s, all, k, chunk, n));
   }
-  best = team.group_min(best);
-  if (!few) {
-    if (team.lane() == 0) chunks[0] = best.chunk;
-    team.sync();
-  }
-  return best.chunk;
+  return team.group_min(best).chunk;
 }
 
 // The last i with values[i] <= value; values rise and values[0] <= value. Requests with nothing share
@@ -399,8 +408,7 @@ SPEC_PLAN_FN void make_plan(Team& team, const PlanShape& s, const int32_t* seq_l
                             const int32_t* query_start_loc, int32_t num_requests,
                             const PlanArrays& out, int32_t* scratch) {
   int32_t* counts = scratch;
-  int32_t* candidates = counts + kCandidates;
-  int32_t* tiles = candidates + kCandidates;
+  int32_t* tiles = counts + kCandidates;
   int32_t* covered = tiles + s.max_requests;
   int32_t* q_len_of = covered + s.max_requests;
   int32_t* q_start_of = q_len_of + s.max_requests;
@@ -412,6 +420,7 @@ SPEC_PLAN_FN void make_plan(Team& team, const PlanShape& s, const int32_t* seq_l
   // Lengths are copied, so that the attention kernels of this step see the same numbers as the
   // planner even if the caller's buffers already hold the next step's.
   Totals mine;
+SPEC_PLAN_ONCE
   for (int32_t i = team.rank(); i <= s.max_requests; i += team.size()) {
     out.page_indptr[i] = i * s.page_table_stride;
     if (i == s.max_requests) break;
@@ -452,12 +461,12 @@ SPEC_PLAN_FN void make_plan(Team& team, const PlanShape& s, const int32_t* seq_l
   const Totals all = team.reduce(mine);  // orders the scratch writes too
   // Rows of max_q_len-sized requests may still exceed the captured total when query_start_loc
   // overlaps; the CTA bound below then drops the excess instead of writing past the arrays.
-  const int32_t chunk = choose_chunk(team, s, all, num_requests, tiles, covered, counts,
-                                     candidates);
+  const int32_t chunk = choose_chunk(team, s, all, num_requests, tiles, covered, counts);
   const bool direct = s.split_mode == kSplitNone || chunk >= all.longest;
 
   // Rows that belong to no request. In a valid plan those are the rows after the last request.
   const bool valid = all.status == kStatusOk;
+SPEC_PLAN_ONCE
   for (int32_t r = team.rank() + (valid ? all.rows : 0); r < s.max_rows; r += team.size()) {
     out.merge_rows[r] = MergeRow{0, 0};
   }
@@ -465,6 +474,7 @@ SPEC_PLAN_FN void make_plan(Team& team, const PlanShape& s, const int32_t* seq_l
 
   Pair base{0, 0};
   const int32_t rounds = ceil_div_i32(s.max_requests, team.size());
+SPEC_PLAN_ONCE
   for (int32_t round = 0; round < rounds; ++round) {
     const int32_t i = round * team.size() + team.rank();
     Pair my{0, 0};
@@ -500,22 +510,25 @@ SPEC_PLAN_FN void make_plan(Team& team, const PlanShape& s, const int32_t* seq_l
 
   // A thread per CTA, not a warp per request: of 256 requests a block of 16 warps would take 16 turns
   // with most lanes idle, and a turn is half a microsecond of latency (measured on an H200).
+SPEC_PLAN_ONCE
   for (int32_t b = team.rank(); b < s.grid; b += team.size()) {
     const bool used = b < num_ctas;
     out.block_valid[b] = used;
     if (!used) continue;
     const int32_t i = last_at_most(first_cta_of, num_requests, b);
-    const int32_t e = b - first_cta_of[i], chunks = chunks_of[i], tile = e / chunks;
+    const int32_t e = b - first_cta_of[i], chunks = chunks_of[i], tile = div_i32(e, chunks);
     out.request_indices[b] = i;
     out.qo_tile_indices[b] = tile;
     out.kv_tile_indices[b] = e - tile * chunks;
   }
   // Rows: some threads per request, about as many as it has rows.
   const int32_t width = team.size() % kRowThreads == 0 ? kRowThreads : 1;
+SPEC_PLAN_ONCE
   for (int32_t i = team.rank() / width; i < num_requests; i += team.size() / width) {
     const int32_t q_len = q_len_of[i], begin = q_start_of[i], first_row = first_row_of[i];
     const int32_t next_cta = i + 1 < s.max_requests ? first_cta_of[i + 1] : base.ctas;
     const int32_t chunks = next_cta <= s.grid ? chunks_of[i] : 0;
+SPEC_PLAN_ONCE
     for (int32_t r = team.rank() % width; r < q_len; r += width) {
       out.merge_rows[begin + r] =
           chunks > 0 ? MergeRow{first_row + r * chunks, chunks} : MergeRow{0, 0};
@@ -532,6 +545,7 @@ struct SerialTeam {
   SPEC_PLAN_FN int32_t lane() const { return 0; }
   SPEC_PLAN_FN int32_t lanes() const { return 1; }
   SPEC_PLAN_FN void sync() const {}
+  SPEC_PLAN_FN int32_t from_lane(int32_t v, int32_t) const { return v; }
   SPEC_PLAN_FN int32_t group_sum(int32_t v) const { return v; }
   SPEC_PLAN_FN Choice group_min(const Choice& v) const { return v; }
   SPEC_PLAN_FN Totals reduce(const Totals& v) const { return v; }

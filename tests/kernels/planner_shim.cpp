@@ -34,6 +34,7 @@ struct ThreadTeam {
 
   // A group's collective must not wait for other groups: groups run different numbers of them.
   // Width 1 keeps that true with a plain barrier type.
+  int32_t from_lane(int32_t v, int32_t) const { return v; }
   int32_t group_sum(int32_t v) const { return v; }
   Choice group_min(const Choice& v) const { return v; }
 
