@@ -7,6 +7,7 @@ only inside functions, so importing this package costs nothing and needs neither
 ======================  =======================================================================
 ``spec_mask``           the public surface: ``Spec``, ``load``, ``Plan``, ``run``, mask words
 ``build``               compiles, caches, prebuilds and finds the CUDA modules
+``probe``               a module against ``reference`` on the GPU, before it serves
 ``reference``           the same operation in plain torch, slow and obvious; the only oracle
 ``csrc/planner.cuh``    the split-KV plan as pure logic, compiled with g++ by the tests
 ``csrc/*.cuh, *.cu``    variant, launches, merge and binding around FlashInfer's FA2 template; the
@@ -21,4 +22,4 @@ if __name__ == "kernels":
         "(pip install -e .) and import vllm_specpatch.kernels, or start Python outside the checkout"
     )
 
-__all__ = ["build", "reference", "spec_mask"]
+__all__ = ["build", "probe", "reference", "spec_mask"]

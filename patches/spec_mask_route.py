@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import SpecPatchError
 from ..kernels import build as kernel_build
-from ..kernels import spec_mask
+from ..kernels import probe, spec_mask
 from ..patch import Finding, State
 from . import seams
 from .routes_base import RouteUnavailable
@@ -437,13 +437,24 @@ def make_spec(**fields: Any) -> spec_mask.Spec:
     return spec
 
 
+#: Specs whose module has been checked in this process, on the one GPU that a worker has.
+_proved: set[spec_mask.Spec] = set()
+
+
 def load(spec: spec_mask.Spec) -> spec_mask.Module:
-    """The module of a spec, compiled if need be. Raises :class:`.routes_base.RouteUnavailable`."""
+    """The module of a spec, compiled if need be, and seen to compute attention on this GPU. Raises
+    :class:`.routes_base.RouteUnavailable`."""
     try:
-        return spec_mask.load(spec, before_build=log.info)
+        module = spec_mask.load(spec, before_build=log.info)
+        if spec not in _proved:
+            probe.check(module)
+            _proved.add(spec)
+        return module
     except kernel_build.BuildError as e:
         raise RouteUnavailable(Finding(State.REFUSED, str(e))) from e
-    except Exception as e:  # a cache that cannot be written, a library that does not load
+    except probe.WrongResults as e:
+        raise RouteUnavailable(Finding(State.FAILED, str(e), next_step="report this line")) from e
+    except Exception as e:  # a cache that cannot be written, a library that does not load, a failed launch
         why = f"the spec-mask module could not be had: {type(e).__name__}: {e}"
         raise RouteUnavailable(Finding(State.FAILED, why)) from e
 

@@ -195,6 +195,18 @@ class Bench:
         return flat if heads_first else flat.transpose(1, 2)
 
 
+@pytest.fixture(autouse=True)
+def proved(monkeypatch):
+    """Modules that were checked on the GPU, which is not there: tests/kernels/test_probe.py has the check."""
+    from vllm_specpatch.kernels import probe
+    from vllm_specpatch.patches import spec_mask_route
+
+    modules = []
+    monkeypatch.setattr(probe, "check", modules.append)
+    monkeypatch.setattr(spec_mask_route, "_proved", set())
+    return modules
+
+
 class NoPlan:
     """Stands for a plan of the kernels where none is looked at."""
 

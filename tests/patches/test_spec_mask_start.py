@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_specpatch.kernels import build, spec_mask
+import vllm_specpatch
+from vllm_specpatch.kernels import build, probe, spec_mask
 from vllm_specpatch.patches import native, routes, spec_mask_route
 
 
@@ -59,6 +60,37 @@ def test_a_module_that_does_not_compile_leaves_stock_whoever_asks_first(any_rout
     assert bench.builder.specpatch_route is None
     again = any_route_bench(k=3)  # the V2 runner makes the builder first
     assert (again.support(), again.builder.reorder_batch_threshold) == ("UNIFORM_SINGLE_TOKEN_DECODE", 1)
+
+
+def test_each_module_is_checked_on_the_gpu_once_and_before_the_promise(any_route_bench, loaded, proved):
+    asked = []
+
+    def change(config):
+        loaded.clear(), proved.clear(), spec_mask_route._proved.clear()
+        asked.append(list(proved))
+
+    bench, support = asked_first(any_route_bench, change)
+    assert support == "UNIFORM_BATCH" and bench.builder.specpatch_route.name == "spec_mask"
+    # The gate and the builder both load it; the gate, which comes first, has it checked.
+    assert asked == [[]] and len(loaded) > len(set(loaded))
+    assert [module.spec for module in proved] == list(dict.fromkeys(loaded))
+
+
+@pytest.mark.parametrize(
+    "error", [probe.WrongResults("the kernel is wrong on a GPU"), RuntimeError("too many resources")]
+)
+def test_a_kernel_that_is_wrong_on_this_gpu_never_serves(any_route_bench, loaded, monkeypatch, error):
+    def wrong(module):
+        raise error
+
+    def change(config):
+        monkeypatch.setattr(probe, "check", wrong)
+        spec_mask_route._proved.clear()
+
+    bench, support = asked_first(any_route_bench, change)
+    assert support == "UNIFORM_SINGLE_TOKEN_DECODE" and bench.builder.specpatch_route is None
+    status = vllm_specpatch.status()["patches"]["flashinfer-spec-decode"]
+    assert any(str(error) in str(decision) for decision in status["decisions"][-2:])
 
 
 def test_layers_that_the_kernels_do_not_do_are_found_before_the_promise(any_route_bench, loaded):
