@@ -111,7 +111,7 @@ def assume_spec_mask_module() -> None:
 
     Where it cannot, route ``native`` serves with the same graphs; before FlashInfer 0.6.16 vLLM stays stock.
     """
-    from ..kernels import spec_mask
+    from ..kernels import probe, spec_mask
     from . import spec_mask_route
 
     class PlanOfNothing:
@@ -128,6 +128,7 @@ def assume_spec_mask_module() -> None:
     for owner, name, stand_in in (
         (spec_mask, "load", load),
         (spec_mask, "Plan", PlanOfNothing),
+        (probe, "check", lambda _module: 0),
         (spec_mask_route, "module_is_within_reach", lambda: True),
     ):
         setattr(owner, name, stand_in)

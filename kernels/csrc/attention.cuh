@@ -129,7 +129,8 @@ constexpr uint32_t pick_mma_kv() {
 }
 
 // CTAs that must fit a multiprocessor's registers; 0 leaves it to ptxas. At 64 rows of 128 it takes a few more
-// than the 168 that let a third CTA in, which the shared memory of sm_80 and sm_90 has room for.
+// than the 168 that let a third CTA in, which the shared memory of sm_80 and sm_90 has room for. The few that
+// are then spilled are read outside the main loop, but for a window on sm_90: six in it.
 template <MaskMode MODE, uint32_t TILE_Q, uint32_t MMA_KV>
 constexpr int32_t min_ctas() {
   return TILE_Q == 64 && kHeadDim == 128 && sizeof(DTypeKV) == 2 && fits<MODE, TILE_Q, MMA_KV>(3) ? 3 : 0;
