@@ -43,17 +43,15 @@ def check(module: spec_mask.Module, device: torch.device | str | None = None) ->
     spec = module.spec
     where = torch.device(device if device is not None else torch.cuda.current_device())
     runs = 0
-    # Whatever the default device of the caller is: inputs and reference are the CPU's.
-    with torch.device("cpu"), torch.inference_mode():
-        for mask, tile, with_words, split in cases(spec):
-            error = Batch(spec, mask, tile, with_words, seed=runs).error(module, split, where)
-            if not error <= LIMIT:  # NaN is wrong too
-                gpu = torch.cuda.get_device_name(where) if where.type == "cuda" else str(where)
-                raise WrongResults(
-                    f"the kernel for {mask} masks{' with words' if with_words else ''}, query tile {tile}, "
-                    f"split {split}, is wrong on {gpu}: wanted errors below {LIMIT}, found {error:.3g}"
-                )
-            runs += 1
+    for mask, tile, with_words, split in cases(spec):
+        error = Batch(spec, mask, tile, with_words, seed=runs).error(module, split, where)
+        if not error <= LIMIT:  # NaN is wrong too
+            gpu = torch.cuda.get_device_name(where) if where.type == "cuda" else str(where)
+            raise WrongResults(
+                f"the kernel for {mask} masks{' with words' if with_words else ''}, query tile {tile}, "
+                f"split {split}, is wrong on {gpu}: wanted errors below {LIMIT}, found {error:.3g}"
+            )
+        runs += 1
     return runs
 
 
@@ -92,8 +90,9 @@ class Batch:
         # All rows of a block must fit a query tile where it has a window and no causal order.
         windowed = spec.window and (mask == "causal" or longest <= tile)
         self.window_left = CHUNK + 1 if windowed else -1
-        self.soft_cap = 1.0 if spec.soft_cap else 0.0  # logits are about that large
-        self.scales = (0.5, 2.0) if spec.dtype_kv.startswith("float8") else (1.0, 1.0)
+        k_scale, v_scale = (0.5, 2.0) if spec.dtype_kv.startswith("float8") else (1.0, 1.0)
+        soft_cap = 1.0 if spec.soft_cap else 0.0  # logits are about that large
+        self.options: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "soft_cap": soft_cap}
         self.words: list[int] | None = None
         if with_words:
             # Each second ancestor of a row and the row itself; of any bits also a later one.
@@ -104,23 +103,55 @@ class Batch:
                 for r in range(q_len)
             ]
 
-        generator = torch.Generator().manual_seed(seed)
+        with torch.device("cpu"):  # whatever the default device of the caller is
+            self._make_tensors(seed)
+
+    def _make_tensors(self, seed: int) -> None:
+        import torch
+
+        spec, generator = self.spec, torch.Generator().manual_seed(seed)
         rows, requests = self.start[-1], len(self.q_lens)
-        heads = KV_HEADS * spec.group_size
-        dtype_q, dtype_kv = getattr(torch, spec.dtype_q), getattr(torch, spec.dtype_kv)
-        self.q = torch.randn(rows, heads, spec.head_dim, generator=generator, dtype=torch.float32).to(dtype_q)
-        total = requests * self.pages
+        heads, total = KV_HEADS * spec.group_size, requests * self.pages
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float32)
+
+        # One row more than the requests have, as in a padded batch.
+        self.q = random(rows + 1, heads, spec.head_dim).to(getattr(torch, spec.dtype_q))
         self.table = torch.randperm(total, generator=generator).int().view(requests, self.pages)
-        cache = torch.randn(total, 2, PAGE, KV_HEADS, spec.head_dim, generator=generator, dtype=torch.float32)
+        cache = random(total, 2, PAGE, KV_HEADS, spec.head_dim)
         for request, tokens in enumerate(self.seq_lens):
             pages = self.table[request].long()
             cache[pages[-(-tokens // PAGE) :]] = float("nan")
             if tokens % PAGE:
                 cache[pages[tokens // PAGE], :, tokens % PAGE :] = float("nan")
-        self.cache = cache.to(dtype_kv)
+        self.cache = cache.to(getattr(torch, spec.dtype_kv))
 
     def error(self, module: spec_mask.Module, split: str | int, device: torch.device) -> float:
-        """Largest relative error of the kernel; infinite if it wrote rows of no request."""
+        """Largest relative error of a row of a head; infinite if the kernel wrote rows of no request."""
+        import torch
+
+        used = self.start[-1]
+        got = self._run(module, split, device).double()
+        if not bool(got[used:].isnan().all()):
+            return float("inf")
+        with torch.device("cpu"):
+            want, _ = reference.attention(
+                self.q[:used],
+                self.cache[:, 0],
+                self.cache[:, 1],
+                self.table,
+                self.seq_lens,
+                self.start,
+                mask=self.mask,
+                words=self.words,
+                window_left=self.window_left,
+                **self.options,
+            )
+        return float(((got[:used] - want).norm(dim=-1) / want.norm(dim=-1)).amax())
+
+    def _run(self, module: spec_mask.Module, split: str | int, device: torch.device) -> torch.Tensor:
+        """What the kernel makes of a NaN output, on the CPU."""
         import torch
 
         plan = spec_mask.Plan(
@@ -136,33 +167,19 @@ class Batch:
             split=split,
             device=device,
         )
-        # One row more than the requests have, as in a padded batch.
-        q = torch.cat([self.q, self.q[:1]]).to(device)
-        out = torch.full(q.shape, float("nan"), dtype=q.dtype).to(device)
-        cache = self.cache.to(device)
+
+        def integers(values: list[int], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device="cpu").to(device)
+
         mask = None
         if self.words is not None:
+            # torch has signed words: bit 63 is the sign.
             signed = [w - 2**64 if w >= 2**63 else w for w in [*self.words, 0]]
-            mask = torch.tensor(signed, dtype=torch.int64).to(device)
-        options: dict[str, Any] = {"soft_cap": self.soft_cap}
-        options["k_scale"], options["v_scale"] = self.scales
-        lengths = (torch.tensor(x, dtype=torch.int32).to(device) for x in (self.seq_lens, self.start))
-        plan.update(*lengths)
-        spec_mask.run(plan, q, cache[:, 0], cache[:, 1], self.table.to(device), mask=mask, out=out, **options)
-        got = out.cpu().double()
-        want, _ = reference.attention(
-            self.q,
-            self.cache[:, 0],
-            self.cache[:, 1],
-            self.table,
-            self.seq_lens,
-            self.start,
-            mask=self.mask,
-            words=self.words,
-            window_left=self.window_left,
-            **options,
+            mask = integers(signed, torch.int64)
+        q, cache = self.q.to(device), self.cache.to(device)
+        out = torch.full(q.shape, float("nan"), dtype=q.dtype, device="cpu").to(device)
+        plan.update(integers(self.seq_lens, torch.int32), integers(self.start, torch.int32))
+        spec_mask.run(
+            plan, q, cache[:, 0], cache[:, 1], self.table.to(device), mask=mask, out=out, **self.options
         )
-        if not bool(got[-1].isnan().all()):
-            return float("inf")
-        gap, size = (got[:-1] - want).norm(dim=-1), want.norm(dim=-1)
-        return float((gap / size).amax())
+        return out.cpu()
