@@ -11,7 +11,7 @@ only inside functions, so importing this package costs nothing and needs neither
 ``reference``           the same operation in plain torch, slow and obvious; the only oracle
 ``csrc/planner.cuh``    the split-KV plan as pure logic, compiled with g++ by the tests
 ``csrc/*.cuh, *.cu``    variant, launches, merge and binding around FlashInfer's FA2 template; the
-                        merge and the planner's team run on emulated thread blocks in the tests
+                        tests run all but the launches on emulated thread blocks
 ======================  =======================================================================
 """
 

@@ -161,11 +161,9 @@ namespace detail {
 // the heads of one CTA follow each other, so that all real work is placed first and evenly; they
 // also read neighbouring memory of one page. On an H200, 8 rows a request: 8 requests of 1024 tokens
 // from 25.2 to 22.4 us, one of 8192 from 23.5 to 21.2.
-template <typename Traits, int32_t MIN_CTAS>
-__global__ __launch_bounds__(Traits::NUM_THREADS, MIN_CTAS) void attention_kernel(
-    const __grid_constant__ Params params) {
-  extern __shared__ uint8_t smem[];
-  auto& storage = reinterpret_cast<typename Traits::SPEC_MASK_SHARED_STORAGE&>(smem);
+template <typename Traits>
+__device__ __forceinline__ void attention_block(const Params& params,
+                                                typename Traits::SPEC_MASK_SHARED_STORAGE& storage) {
   const uint32_t num_kv_heads = params.num_kv_heads;
   const uint32_t cta = blockIdx.x / num_kv_heads;
 #ifdef SPEC_MASK_SAME_KV_STRIDES
@@ -176,6 +174,15 @@ __global__ __launch_bounds__(Traits::NUM_THREADS, MIN_CTAS) void attention_kerne
   flashinfer::BatchPrefillWithPagedKVCacheDevice<Traits>(
       params, storage, threadIdx, cta, blockIdx.x - cta * num_kv_heads, num_kv_heads);
 #endif
+}
+
+#if defined(__CUDACC__)  // the tests run attention_block on emulated threads
+template <typename Traits, int32_t MIN_CTAS>
+__global__ __launch_bounds__(Traits::NUM_THREADS, MIN_CTAS) void attention_kernel(
+    const __grid_constant__ Params params) {
+  extern __shared__ uint8_t smem[];
+  attention_block<Traits>(params,
+                          reinterpret_cast<typename Traits::SPEC_MASK_SHARED_STORAGE&>(smem));
 }
 
 template <MaskMode MODE, uint32_t TILE_Q>
@@ -226,6 +233,7 @@ cudaError_t info(KernelInfo* out) {
   out->local_bytes = static_cast<int32_t>(attributes.localSizeBytes);
   return cudaSuccess;
 }
+#endif  // __CUDACC__
 
 }  // namespace detail
 }  // namespace spec_mask

@@ -45,7 +45,7 @@ __device__ __forceinline__ void fp8_to_bf16_words(uint32_t x, uint32_t& first, u
 
 }  // namespace spec_mask
 
-#if defined(__CUDACC__)
+#if __has_include(<flashinfer/vec_dtypes.cuh>)  // not where the words alone are tested
 #include <cuda_bf16.h>
 
 #include <flashinfer/vec_dtypes.cuh>

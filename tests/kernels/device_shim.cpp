@@ -30,7 +30,7 @@ void plan_block(const PlanShape& shape, const int32_t* seq_lens, const int32_t* 
   static typename BlockTeam<THREADS>::Exchange exchange;
   std::vector<int32_t> scratch(plan_scratch_elements(shape), -1);
   const PlanArrays arrays = plan_arrays(shape, buffer);
-  emulated::launch(1, THREADS, seed, [&] {
+  emulated::launch(1, {THREADS, 1, 1}, seed, [&] {
     BlockTeam<THREADS> team{&exchange};
     make_plan(team, shape, seq_lens, query_start_loc, num_requests, arrays, scratch.data());
   });
@@ -41,7 +41,7 @@ void merge_blocks(const MergeLaunch& m, const float* partial_o, const float* par
                   const PlanHeader* header, const MergeRow* rows, float* o, float* lse, int32_t num_rows,
                   int32_t num_heads, uint32_t seed) {
   const auto launch = [&](auto kernel) {
-    emulated::launch(m.blocks, kMergeThreads, seed,
+    emulated::launch(m.blocks, {kMergeThreads, 1, 1}, seed,
                      [&] { kernel(partial_o, partial_lse, header, rows, o, lse, num_rows, num_heads); });
   };
   if (m.warps == 16) launch(merge_partials<HEAD_DIM, 16, float>);
@@ -100,7 +100,7 @@ int32_t convert_fp8(int32_t exponent_bits, uint32_t x, uint32_t* words) {
 int32_t emulate(int32_t wrong, uint32_t seed, int32_t* sum) {
   return guarded([&] {
     static int32_t words[64];
-    emulated::launch(1, 64, seed, [&] {
+    emulated::launch(1, {64, 1, 1}, seed, [&] {
       const int32_t i = threadIdx.x;
       if (wrong == 1 && i == 5) return;
       words[i] = i;

@@ -6,7 +6,17 @@
 // mask names a lane that has returned, or threads that wait for one that never comes.
 //
 // Shared variables are static ones, so one block runs at a time.
+//
+// With EMULATED_BESIDE_CUDA the toolkit's own headers come along, for code that needs its types.
 #pragma once
+
+#if defined(EMULATED_BESIDE_CUDA)
+#include_next <cuda_runtime.h>
+#undef __launch_bounds__
+#undef __grid_constant__
+#define __launch_bounds__(...)
+#define __grid_constant__
+#endif
 
 #include <ucontext.h>
 
@@ -21,6 +31,7 @@
 #include <string>
 #include <vector>
 
+#if !defined(EMULATED_BESIDE_CUDA)
 #define __global__
 #define __device__
 #define __host__
@@ -39,12 +50,13 @@ struct int4 {
 };
 inline int2 make_int2(int32_t x, int32_t y) { return {x, y}; }
 inline int4 make_int4(int32_t x, int32_t y, int32_t z, int32_t w) { return {x, y, z, w}; }
+#endif
 
 inline dim3 threadIdx, blockIdx, gridDim, blockDim;
 
 namespace emulated {
 
-constexpr size_t kStack = 64 * 1024;
+constexpr size_t kStack = 256 * 1024;
 
 struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -79,7 +91,9 @@ class Block {
       std::shuffle(ready.begin(), ready.end(), order_);
       for (uint32_t t : ready) {
         running_ = t;
-        threadIdx.x = t;
+        threadIdx.x = t % blockDim.x;
+        threadIdx.y = t / blockDim.x % blockDim.y;
+        threadIdx.z = t / (blockDim.x * blockDim.y);
         swapcontext(&scheduler_, &threads_[t].context);
         if (!error_.empty()) throw Fault(error_);
       }
@@ -176,16 +190,16 @@ class Block {
 };
 
 // A kernel launch: blocks one after the other, in any order.
-inline void launch(uint32_t blocks, uint32_t threads, uint32_t seed, const std::function<void()>& body) {
+inline void launch(uint32_t blocks, dim3 threads, uint32_t seed, const std::function<void()>& body) {
   std::mt19937 order(seed);
   std::vector<uint32_t> turns(blocks);
   for (uint32_t b = 0; b < blocks; ++b) turns[b] = b;
   std::shuffle(turns.begin(), turns.end(), order);
   gridDim.x = blocks;
-  blockDim.x = threads;
+  blockDim = threads;
   for (uint32_t b : turns) {
     blockIdx.x = b;
-    Block(threads, order, body).run();
+    Block(threads.x * threads.y * threads.z, order, body).run();
   }
 }
 
@@ -262,3 +276,20 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   return word;
 }
 inline int __ffs(int value) { return __builtin_ffs(value); }
+
+#if defined(EMULATED_BESIDE_CUDA)
+using std::max;
+using std::min;
+template <typename A, typename B>
+auto min(A a, B b) {
+  return b < a ? b : a;
+}
+template <typename A, typename B>
+auto max(A a, B b) {
+  return a < b ? b : a;
+}
+template <typename T>
+T __ldg(const T* pointer) {
+  return *pointer;
+}
+#endif

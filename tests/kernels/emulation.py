@@ -1,0 +1,169 @@
+"""The real attention kernels on the CPU: FlashInfer's FA2 template with our variant, compiled with g++.
+
+The template's code is taken as it is installed, but for the PTX that it wraps in mma.cuh, cp_async.cuh and
+math.cuh (emulated/flashinfer_warp.h has those), and for `template` keywords that nvcc does not ask for and
+g++ does, which are put into a copy.
+"""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import ptxas
+import torch
+
+from vllm_specpatch.kernels import build, spec_mask
+from vllm_specpatch.selftest_planner import HostPlanner
+
+HERE = Path(__file__).parent
+MODES = {"full": 0, "causal": 1, "bits": 2}
+#: As a small GPU: grids stay small, and are still larger than one wave.
+NUM_SMS, CTAS_PER_SM = 4, 2
+# A call of a member template: x.name<...>( and type<...>::cast<...>(.
+MEMBER = re.compile(r"(\w|\)|\])(\.|->)(?!template\b)([A-Za-z_]\w*)<([^<>;=&|(){}]*)>\(")
+CAST = re.compile(r">::(?!template\b)cast<(\w+)>\(")
+
+
+def missing() -> str | None:
+    """Why the kernels cannot be compiled here, or None."""
+    if shutil.which("g++") is None:
+        return "the emulated kernels are compiled with g++; found none"
+    if build.cuda_home() is None:
+        return "the emulated kernels need the headers of a CUDA toolkit; found none"
+    return None
+
+
+def copy_template(folder: Path, data: Path) -> Path:
+    """FlashInfer's headers as g++ takes them; returns the include folder."""
+    source, target = data / "include" / "flashinfer", folder / "flashinfer"
+    names = [*source.glob("*.cuh"), *source.glob("*.h"), *source.glob("attention/*.cuh")]
+    for path in names:
+        text = MEMBER.sub(r"\1\2template \3<\4>(", path.read_text())
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(CAST.sub(r">::template cast<\1>(", text))
+    return folder
+
+
+class Kernels:
+    """The compiled kernels of a spec, and the planner that goes with them."""
+
+    def __init__(self, spec, folder: Path, template: Path, version: str | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.spec, self.planner = spec, HostPlanner(folder)
+        arch = build.Arch.parse("8.6")
+        build.write_sources(spec, arch, folder)
+        flags = [
+            f for f in build.cuda_flags(arch, version or build.flashinfer_version()) if f.startswith("-D")
+        ]
+        own = [HERE / "emulated", build.CSRC, folder, template]
+        packages = [*ptxas.package_includes(build.flashinfer_data()), Path(build.cuda_home()) / "include"]
+        includes = [*(f"-I{p}" for p in own), *(f for p in packages for f in ("-isystem", str(p)))]
+        library = folder / "attention.so"
+        # The template's warnings are not ours, and it calls names that only a GPU's headers declare.
+        # Variables are each library's own: two specs have different ones of the same name.
+        flags += ["-std=c++20", "-O1", "-w", "-fpermissive", "-shared", "-fPIC", "-fno-gnu-unique"]
+        source = str(HERE / "attention_shim.cpp")
+        subprocess.run(["g++", *flags, *includes, source, "-o", str(library)], check=True)
+        self.library = ctypes.CDLL(str(library))
+        self.library.fault.restype = ctypes.c_char_p
+
+
+class Plan:
+    """As :class:`vllm_specpatch.kernels.spec_mask.Plan`; ``module`` is :class:`Kernels`."""
+
+    def __init__(
+        self,
+        module: Kernels,
+        *,
+        num_kv_heads,
+        max_requests,
+        max_rows,
+        max_q_len,
+        max_kv_len,
+        page_table_stride,
+        mask="causal",
+        window_left=-1,
+        split="auto",
+        device=None,
+    ) -> None:
+        self.module, self.mask, tuning = module, mask, spec_mask.Tuning()
+        tile = module.spec.tile(max_q_len)
+        tile_kv = module.library.tile_kv(MODES[mask], tile)
+        modes = {"auto": spec_mask._SPLIT_AUTO, "none": spec_mask._SPLIT_NONE}
+        shape = {
+            "max_requests": max_requests,
+            "max_rows": max_rows,
+            "max_q_len": max_q_len,
+            "group_size": module.spec.group_size,
+            "num_kv_heads": num_kv_heads,
+            "tile_q": tile,
+            "granule": tuning.granule,
+            "min_chunk": max(tuning.min_chunk, tile_kv),
+            "window_left": window_left,
+            "max_kv_len": max_kv_len,
+            "page_table_stride": page_table_stride,
+            "split_mode": modes.get(split, spec_mask._SPLIT_FIXED),
+            "fixed_chunk": split if isinstance(split, int) else 0,
+            "wave_ctas": NUM_SMS * CTAS_PER_SM // num_kv_heads,
+            "num_sms": NUM_SMS,
+            "cta_tokens": tuning.cta_tokens,
+            "lone_percent": tuning.lone_percent,
+            "merge_tokens": tuning.merge_tokens,
+            "extra_waves": tuning.extra_waves,
+            "grid": 0,
+        }
+        self.shape, elements, partial_rows = module.planner.complete(shape)
+        self.buffer = module.planner.buffer(elements)
+        heads, dtype = num_kv_heads * module.spec.group_size, getattr(torch, module.spec.dtype_q)
+        self.partial_o = torch.full(
+            (max(partial_rows, 1), heads, module.spec.head_dim), float("nan"), dtype=dtype
+        )
+        self.partial_lse = torch.full((max(partial_rows, 1), heads), float("nan"))
+
+    words_mask = spec_mask.Plan.words_mask
+
+    def update(self, seq_lens, query_start_loc) -> None:
+        self.lists = self.module.planner.plan(
+            self.shape, seq_lens.tolist(), query_start_loc.tolist(), self.buffer
+        )
+
+
+def run(
+    plan, q, k_cache, v_cache, page_table, *, mask=None, out, lse=None, k_scale=1.0, v_scale=1.0, soft_cap=0.0
+) -> None:
+    """As :func:`vllm_specpatch.kernels.spec_mask.run`, NHD."""
+    library, spec = plan.module.library, plan.module.spec
+    assert k_cache.stride() == v_cache.stride() and q.is_contiguous() and page_table.is_contiguous()
+
+    def at(tensor):
+        return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+    strides = (ctypes.c_int64 * 4)(*k_cache.stride())
+    raw = (ctypes.c_int32 * len(spec_mask.SHAPE_FIELDS))(*(plan.shape[f] for f in spec_mask.SHAPE_FIELDS))
+    numbers = (spec.head_dim**-0.5, k_scale, v_scale, soft_cap)
+    failed = library.run(
+        MODES[plan.mask if mask is None else plan.words_mask],
+        plan.mask == "causal",
+        raw,
+        plan.buffer,
+        at(plan.partial_o),
+        at(plan.partial_lse),
+        at(q),
+        at(k_cache),
+        at(v_cache),
+        strides,
+        k_cache.shape[1],
+        at(page_table),
+        min(plan.shape["max_requests"], page_table.shape[0]),
+        at(mask),
+        at(out),
+        at(lse),
+        q.shape[0],
+        *(ctypes.c_float(x) for x in numbers),
+        1,
+    )
+    if failed:
+        raise RuntimeError(library.fault().decode())
