@@ -49,9 +49,9 @@ extern "C" {
 
 const char* fault() { return last_fault.c_str(); }
 
-// As run() of csrc/binding.cu, on contiguous tensors in the NHD layout. Strides in elements.
+// As run() of csrc/binding.cu, on contiguous tensors. Strides in elements.
 int32_t run(int32_t mode, int32_t causal_words, const PlanShape* shape_, int32_t* buffer, void* partial_o,
-            float* partial_lse, void* q, void* k_cache, void* v_cache, const int64_t* kv_strides, int32_t page_size,
+            float* partial_lse, void* q, void* k_cache, void* v_cache, const int64_t* kv_strides, int32_t hnd, int32_t page_size,
             int32_t* page_table, int32_t table_rows, const uint64_t* mask, void* out, float* out_lse,
             int32_t num_rows, float sm_scale, float k_scale, float v_scale, float soft_cap, uint32_t seed) {
   const PlanShape& shape = *shape_;
@@ -59,7 +59,7 @@ int32_t run(int32_t mode, int32_t causal_words, const PlanShape* shape_, int32_t
   Params p{};
   p.q = static_cast<DTypeQ*>(q);
   p.paged_kv = flashinfer::paged_kv_t<DTypeKV, int32_t>(
-      shape.num_kv_heads, page_size, kHeadDim, table_rows, flashinfer::QKVLayout::kNHD,
+      shape.num_kv_heads, page_size, kHeadDim, table_rows, hnd ? flashinfer::QKVLayout::kHND : flashinfer::QKVLayout::kNHD,
       static_cast<DTypeKV*>(k_cache), static_cast<DTypeKV*>(v_cache), kv_strides, page_table, plan.page_indptr,
       /*last_page_len=*/nullptr);
   p.q_indptr = plan.q_start;

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import ptxas
 import torch
+from torch.overrides import TorchFunctionMode
 
 from vllm_specpatch.kernels import build, spec_mask
-from vllm_specpatch.selftest_planner import HostPlanner
+from vllm_specpatch.selftest_planner import GUARD, UNTOUCHED, HostPlanner
 
 HERE = Path(__file__).parent
 MODES = {"full": 0, "causal": 1, "bits": 2}
@@ -45,6 +46,16 @@ def copy_template(folder: Path, data: Path) -> Path:
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(CAST.sub(r">::template cast<\1>(", text))
     return folder
+
+
+class OnCpu(TorchFunctionMode):
+    """What code asks for on "cuda" is made on the CPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
 
 
 class Kernels:
@@ -116,7 +127,7 @@ class Plan:
             "grid": 0,
         }
         self.shape, elements, partial_rows = module.planner.complete(shape)
-        self.buffer = module.planner.buffer(elements)
+        self.buffer = torch.full((elements + GUARD,), UNTOUCHED, dtype=torch.int32)
         heads, dtype = num_kv_heads * module.spec.group_size, getattr(torch, module.spec.dtype_q)
         self.partial_o = torch.full(
             (max(partial_rows, 1), heads, module.spec.head_dim), float("nan"), dtype=dtype
@@ -125,37 +136,56 @@ class Plan:
 
     words_mask = spec_mask.Plan.words_mask
 
+    def check(self) -> None:
+        assert self.lists["header"][3] == 0, "the planner found fault with the lengths"
+
     def update(self, seq_lens, query_start_loc) -> None:
-        self.lists = self.module.planner.plan(
-            self.shape, seq_lens.tolist(), query_start_loc.tolist(), self.buffer
-        )
+        memory = (ctypes.c_int32 * self.buffer.numel()).from_address(self.buffer.data_ptr())
+        lengths = seq_lens.tolist(), query_start_loc.tolist()
+        self.lists = self.module.planner.plan(self.shape, *lengths, memory)
 
 
 def run(
-    plan, q, k_cache, v_cache, page_table, *, mask=None, out, lse=None, k_scale=1.0, v_scale=1.0, soft_cap=0.0
-) -> None:
-    """As :func:`vllm_specpatch.kernels.spec_mask.run`, NHD."""
+    plan,
+    q,
+    k_cache,
+    v_cache,
+    page_table,
+    *,
+    mask=None,
+    out=None,
+    lse=None,
+    sm_scale=None,
+    k_scale=1.0,
+    v_scale=1.0,
+    soft_cap=0.0,
+    layout="NHD",
+):
+    """As :func:`vllm_specpatch.kernels.spec_mask.run`."""
     library, spec = plan.module.library, plan.module.spec
     assert k_cache.stride() == v_cache.stride() and q.is_contiguous() and page_table.is_contiguous()
+    out = torch.empty_like(q) if out is None else out
 
     def at(tensor):
         return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
     strides = (ctypes.c_int64 * 4)(*k_cache.stride())
     raw = (ctypes.c_int32 * len(spec_mask.SHAPE_FIELDS))(*(plan.shape[f] for f in spec_mask.SHAPE_FIELDS))
-    numbers = (spec.head_dim**-0.5, k_scale, v_scale, soft_cap)
+    scale = spec.head_dim**-0.5 if sm_scale is None else sm_scale
+    numbers = (scale, float(k_scale), float(v_scale), soft_cap)
     failed = library.run(
         MODES[plan.mask if mask is None else plan.words_mask],
         plan.mask == "causal",
         raw,
-        plan.buffer,
+        at(plan.buffer),
         at(plan.partial_o),
         at(plan.partial_lse),
         at(q),
         at(k_cache),
         at(v_cache),
         strides,
-        k_cache.shape[1],
+        layout == "HND",
+        k_cache.shape[2 if layout == "HND" else 1],
         at(page_table),
         min(plan.shape["max_requests"], page_table.shape[0]),
         at(mask),
@@ -167,3 +197,4 @@ def run(
     )
     if failed:
         raise RuntimeError(library.fault().decode())
+    return out
