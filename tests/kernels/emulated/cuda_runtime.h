@@ -18,6 +18,7 @@
 #define __grid_constant__
 #endif
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -78,7 +79,7 @@ class Block {
       getcontext(&thread.context);
       thread.context.uc_stack.ss_sp = thread.stack.get();
       thread.context.uc_stack.ss_size = kStack;
-      thread.context.uc_link = &scheduler_;
+      thread.context.uc_link = nullptr;
       makecontext(&thread.context, &Block::start, 0);
     }
     std::vector<uint32_t> ready;
@@ -94,7 +95,7 @@ class Block {
         threadIdx.x = t % blockDim.x;
         threadIdx.y = t / blockDim.x % blockDim.y;
         threadIdx.z = t / (blockDim.x * blockDim.y);
-        swapcontext(&scheduler_, &threads_[t].context);
+        resume(threads_[t]);
         if (!error_.empty()) throw Fault(error_);
       }
     }
@@ -136,7 +137,9 @@ class Block {
  private:
   enum class Wait { none, block, warp };
   struct Thread {
-    ucontext_t context;
+    ucontext_t context;  // where it starts
+    jmp_buf place;       // where it waits
+    bool started = false;
     std::unique_ptr<char[]> stack;
     Wait wait = Wait::none;
     uint32_t generation = 0;
@@ -162,7 +165,17 @@ class Block {
     }
   }
 
-  void pause() { swapcontext(&threads_[running_].context, &scheduler_); }
+  // Threads change turns by _longjmp: swapcontext() would ask the kernel for the signal mask each time.
+  __attribute__((noinline)) void resume(Thread& thread) {
+    if (_setjmp(scheduler_) != 0) return;
+    if (thread.started) _longjmp(thread.place, 1);
+    thread.started = true;
+    setcontext(&thread.context);
+  }
+
+  __attribute__((noinline)) void pause() {
+    if (_setjmp(threads_[running_].place) == 0) _longjmp(scheduler_, 1);
+  }
 
   void fail(const char* what) {
     error_ = what;
@@ -178,13 +191,14 @@ class Block {
     if (warp.arrived > 0) block.error_ = "a thread returned while its warp waits for it";
     --block.live_;
     block.pass_block();
+    _longjmp(block.scheduler_, 1);
   }
 
   std::vector<Thread> threads_;
   std::vector<Warp> warps_;
   std::mt19937& order_;
   const std::function<void()>& body_;
-  ucontext_t scheduler_;
+  jmp_buf scheduler_;
   uint32_t running_ = 0, live_, arrived_ = 0, barrier_ = 0;
   std::string error_;
 };
