@@ -168,17 +168,14 @@ class Batch:
             device=device,
         )
 
-        def integers(values: list[int], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device="cpu").to(device)
+        def lengths(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device="cpu").to(device)
 
-        mask = None
-        if self.words is not None:
-            # torch has signed words: bit 63 is the sign.
-            signed = [w - 2**64 if w >= 2**63 else w for w in [*self.words, 0]]
-            mask = integers(signed, torch.int64)
-        q, cache = self.q.to(device), self.cache.to(device)
+        with torch.device("cpu"):
+            mask = None if self.words is None else spec_mask.words_tensor([*self.words, 0])
+        q, cache, mask = self.q.to(device), self.cache.to(device), None if mask is None else mask.to(device)
         out = torch.full(q.shape, float("nan"), dtype=q.dtype, device="cpu").to(device)
-        plan.update(integers(self.seq_lens, torch.int32), integers(self.start, torch.int32))
+        plan.update(lengths(self.seq_lens), lengths(self.start))
         spec_mask.run(
             plan, q, cache[:, 0], cache[:, 1], self.table.to(device), mask=mask, out=out, **self.options
         )

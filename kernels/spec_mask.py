@@ -127,8 +127,8 @@ class Spec:
     ``masks``        mask kinds to build, see :func:`run`
     ``max_q_len``    longest query the module will see; with the group size it decides which query
                      tiles are built
-    ``words``        build words into the causal kernels, for draft trees; chains need none, and the tile
-                     of the draft block takes twice as long with them. Kernels of kind "bits" have them
+    ``words``        build words into the causal kernels, for draft trees; chains need none, and the main
+                     loop has twice the instructions with them. Kernels of kind "bits" have them anyway
     ``mma_kv``       0, or an upper bound for the KV tile in units of 16 tokens per KV warp: 1, 2, 4
                      or 8, for measurements
     ``tile_32``      whether 17 to 32 packed rows take a query tile of 32, which FlashInfer does not
@@ -295,7 +295,8 @@ def load(spec: Spec, before_build: Callable[[str], None] | None = None) -> Modul
 # --- mask words ---------------------------------------------------------------------------------
 
 
-def _words(words: list[int]) -> torch.Tensor:
+def words_tensor(words: list[int]) -> torch.Tensor:
+    """Words as :func:`run` takes them, int64 on the CPU."""
     import torch
 
     # torch has int64 everywhere and uint64 in few places: bit 63 is the sign.
@@ -318,13 +319,13 @@ def chain(q_len: int) -> torch.Tensor:
     The causal kernels do this without words; pass them only to mix chains and trees in a batch.
     """
     _block_length(q_len)
-    return _words([(1 << (r + 1)) - 1 for r in range(q_len)])
+    return words_tensor([(1 << (r + 1)) - 1 for r in range(q_len)])
 
 
 def full(q_len: int) -> torch.Tensor:
     """Words of a block whose rows all see each other, int64 ``[q_len]`` on the CPU."""
     _block_length(q_len)
-    return _words([(1 << q_len) - 1] * q_len)
+    return words_tensor([(1 << q_len) - 1] * q_len)
 
 
 def tree(parents: list[int]) -> torch.Tensor:
@@ -345,10 +346,61 @@ def tree(parents: list[int]) -> torch.Tensor:
             "number the tree so that parents come first",
         )
         words.append((1 << j) | (words[parent] if parent >= 0 else 0))
-    return _words(words)
+    return words_tensor(words)
 
 
 # --- plan ---------------------------------------------------------------------------------------
+
+
+def captured_shape(
+    spec: Spec,
+    facts: dict[str, int],
+    split: str | int,
+    tuning: Tuning,
+    *,
+    num_kv_heads: int,
+    max_q_len: int,
+    window_left: int,
+    **sizes: int,
+) -> dict[str, int]:
+    """The fields of PlanShape (csrc/planner.cuh) for arguments of :class:`Plan`, all but the grid.
+
+    ``facts`` are :meth:`Module.info`'s of the kernel; ``sizes`` are max_requests, max_rows, max_kv_len and
+    page_table_stride."""
+    granule = tuning.granule
+    fixed = 0
+    if split == "auto":
+        mode = _SPLIT_AUTO
+    elif split == "none":
+        mode = _SPLIT_NONE
+    else:
+        _need(
+            isinstance(split, int) and split > 0,
+            "split",
+            '"auto", "none" or a chunk size',
+            split,
+            "pass tokens per chunk",
+        )
+        mode, fixed = _SPLIT_FIXED, -(-int(split) // granule) * granule
+    return {
+        **sizes,
+        "max_q_len": max_q_len,
+        "group_size": spec.group_size,
+        "num_kv_heads": num_kv_heads,
+        "tile_q": spec.tile(max_q_len),
+        "granule": granule,
+        "min_chunk": -(-max(tuning.min_chunk, facts["tile_kv"]) // granule) * granule,
+        "window_left": max(window_left, -1),
+        "split_mode": mode,
+        "fixed_chunk": fixed,
+        "wave_ctas": max(1, facts["num_sms"] * facts["ctas_per_sm"] // num_kv_heads),
+        "num_sms": facts["num_sms"],
+        "cta_tokens": tuning.cta_tokens,
+        "lone_percent": tuning.lone_percent,
+        "merge_tokens": tuning.merge_tokens,
+        "extra_waves": tuning.extra_waves,
+        "grid": 0,
+    }
 
 
 class Plan:
@@ -453,44 +505,19 @@ class Plan:
         _need(self.device.type == "cuda", "device", "a CUDA device", self.device, "move the plan there")
         with torch.cuda.device(self.device):
             facts = module.info(mask, tile)
-        tuning = tuning or Tuning()
-        granule = tuning.granule
-        fixed = 0
-        if split == "auto":
-            mode = _SPLIT_AUTO
-        elif split == "none":
-            mode = _SPLIT_NONE
-        else:
-            _need(
-                isinstance(split, int) and split > 0,
-                "split",
-                '"auto", "none" or a chunk size',
-                split,
-                "pass tokens per chunk",
-            )
-            mode, fixed = _SPLIT_FIXED, -(-int(split) // granule) * granule
-        self.shape = {
-            "max_requests": max_requests,
-            "max_rows": max_rows,
-            "max_q_len": max_q_len,
-            "group_size": spec.group_size,
-            "num_kv_heads": num_kv_heads,
-            "tile_q": tile,
-            "granule": granule,
-            "min_chunk": -(-max(tuning.min_chunk, facts["tile_kv"]) // granule) * granule,
-            "window_left": max(window_left, -1),
-            "max_kv_len": max_kv_len,
-            "page_table_stride": page_table_stride,
-            "split_mode": mode,
-            "fixed_chunk": fixed,
-            "wave_ctas": max(1, facts["num_sms"] * facts["ctas_per_sm"] // num_kv_heads),
-            "num_sms": facts["num_sms"],
-            "cta_tokens": tuning.cta_tokens,
-            "lone_percent": tuning.lone_percent,
-            "merge_tokens": tuning.merge_tokens,
-            "extra_waves": tuning.extra_waves,
-            "grid": 0,
-        }
+        self.shape = captured_shape(
+            spec,
+            facts,
+            split,
+            tuning or Tuning(),
+            num_kv_heads=num_kv_heads,
+            max_q_len=max_q_len,
+            window_left=window_left,
+            max_requests=max_requests,
+            max_rows=max_rows,
+            max_kv_len=max_kv_len,
+            page_table_stride=page_table_stride,
+        )
         grid, elements, partial_rows = module.ffi.sizes([self.shape[f] for f in SHAPE_FIELDS])
         self.shape["grid"] = grid
         num_heads = num_kv_heads * spec.group_size

@@ -55,6 +55,12 @@ def compiler() -> str | None:
     return shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 
 
+def raw_shape(shape: Mapping[str, int]) -> Any:
+    """A shape as C++ has it, PlanShape."""
+    fields = importlib.import_module(f"{KERNELS}.spec_mask").SHAPE_FIELDS
+    return (ctypes.c_int32 * len(fields))(*(shape[field] for field in fields))
+
+
 class HostPlanner:
     """The compiled planner. ``folder`` receives the library and must outlive the object. ``more``: C++ behind
     :data:`SHIM`; ``flags``: further ones of the compiler."""
@@ -88,14 +94,10 @@ class HostPlanner:
         if self._library.shape_fields() != len(fields):
             raise NoCompiler(f"the planner has {self._library.shape_fields()} fields, wanted {len(fields)}")
 
-    def _raw(self, shape: Mapping[str, int]) -> Any:
-        fields = self._spec_mask.SHAPE_FIELDS
-        return (ctypes.c_int32 * len(fields))(*(shape[field] for field in fields))
-
     def complete(self, shape: Mapping[str, int]) -> tuple[dict[str, int], int, int]:
         """The shape with its grid; int32 elements of a plan; rows of partial outputs."""
         out = (ctypes.c_int64 * 3)()
-        self._library.sizes(self._raw(shape), out)
+        self._library.sizes(raw_shape(shape), out)
         return {**shape, "grid": out[0]}, out[1], out[2]
 
     def buffer(self, elements: int) -> Any:
@@ -108,7 +110,7 @@ class HostPlanner:
         """The named lists of a plan (``unpack`` of the kernels' ``spec_mask``)."""
         n = len(seq_lens)
         self._library.plan(
-            self._raw(shape), (ctypes.c_int32 * n)(*seq_lens), (ctypes.c_int32 * (n + 1))(*start), n, buffer
+            raw_shape(shape), (ctypes.c_int32 * n)(*seq_lens), (ctypes.c_int32 * (n + 1))(*start), n, buffer
         )
         lists: dict[str, list[int]] = self._spec_mask.unpack(dict(shape), list(buffer)[:-GUARD])
         return lists

@@ -456,7 +456,8 @@ def tune_case(args, progress, index, case):
         fits = spec.max_q_len >= case.q_len and spec.group_size == heads // kv_heads
         if (spec.dtype_kv, spec.head_dim) == (case.dtype_kv, head_dim) and fits:
             name = f"{'' if spec.has_tile_32 else 'no '}tile of 32, mma_kv <= {spec.mma_kv or 'default'}"
-            name = f"convert {spec.convert}" if spec.convert != "template" else name
+            if spec.convert != "template":
+                name = f"convert {spec.convert}"
             choices[name] = {"spec": spec}
     graphs, plans = {}, {}
     for name, options in choices.items():

@@ -104,6 +104,12 @@ def compare(out, lse, want, want_lse, dtype_q, largest_logit):
     return worst
 
 
+def expected(batch, **options):
+    """(output, LSE) of a batch by the reference, in fp64."""
+    tensors = batch.q, batch.k_cache, batch.v_cache, batch.page_table
+    return reference.attention(*tensors, batch.seq_lens, batch.start, words=batch.words, **options)
+
+
 def same_bits(a, b):
     return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
@@ -213,15 +219,9 @@ def run_case(
         bool(torch.isnan(out[used:]).all()) and bool(torch.isnan(lse[used:]).all()),
         "rows of no request written",
     )
-    want, want_lse = reference.attention(
-        batch.q,
-        batch.k_cache,
-        batch.v_cache,
-        batch.page_table,
-        batch.seq_lens,
-        batch.start,
+    want, want_lse = expected(
+        batch,
         mask=mask,
-        words=batch.words,
         sm_scale=sm_scale,
         k_scale=scales[0],
         v_scale=scales[1],
@@ -402,9 +402,7 @@ def all_negative():
     plan.update(batch.seq_lens_device, batch.start_device)
     lse = torch.empty(8, 8, device="cuda")
     out = run(plan, batch.q, batch.k_cache, batch.v_cache, batch.page_table, lse=lse)
-    want, want_lse = reference.attention(
-        batch.q, batch.k_cache, batch.v_cache, batch.page_table, [500], [0, 8]
-    )
+    want, want_lse = expected(batch)
     return compare(out, lse, want, want_lse, "bfloat16", 1e4)
 
 
@@ -593,16 +591,7 @@ def written_once(q_lens, seq_lens, geometry, dtype_kv, mask, words, split, page_
     lse = torch.empty(used, heads, device="cuda")
     plan.update(batch.seq_lens_device.cuda(), batch.start_device.cuda())
     out = run(plan, batch.q.cuda(), *caches, batch.page_table.cuda(), mask=words_device, lse=lse)
-    want, want_lse = reference.attention(
-        batch.q,
-        batch.k_cache,
-        batch.v_cache,
-        batch.page_table,
-        batch.seq_lens,
-        batch.start,
-        mask=mask,
-        words=batch.words,
-    )
+    want, want_lse = expected(batch, mask=mask)
     return compare(out.cpu(), lse.cpu(), want, want_lse, "bfloat16", 30.0)
 
 

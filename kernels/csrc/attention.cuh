@@ -15,6 +15,7 @@
 #include <flashinfer/attention/prefill.cuh>
 #include <type_traits>
 
+#include "planner.cuh"
 #include "spec_mask_spec.h"
 #include "spec_mask_variant.cuh"
 
@@ -26,6 +27,26 @@ using Params = SpecMaskParams<DTypeQ, DTypeKV>;
 template <MaskMode MODE>
 using Variant = SpecMaskAttention<kUseWindow, kUseSoftCap,
                                   MODE == MaskMode::kCustom || (MODE == MaskMode::kCausal && kCausalWords)>;
+
+// What the kernel reads of a plan, and the numbers of its captured shape.
+inline void use_plan(Params& p, const PlanShape& shape, const PlanArrays& plan) {
+  p.q_indptr = plan.q_start;
+  p.group_size = flashinfer::uint_fastdiv(shape.group_size);
+  p.num_qo_heads = shape.num_kv_heads * shape.group_size;
+  p.num_kv_heads = shape.num_kv_heads;
+  p.window_left = shape.window_left;
+  p.request_indices = plan.request_indices;
+  p.qo_tile_indices = plan.qo_tile_indices;
+  p.kv_tile_indices = plan.kv_tile_indices;
+  p.o_indptr = plan.o_indptr;
+  p.block_valid_mask = plan.block_valid;
+  p.kv_chunk_size_ptr = &plan.header->kv_chunk;
+  p.padded_batch_size = shape.grid;
+  p.q_len = plan.q_len;
+  p.kv_len = plan.kv_len;
+  p.partition_kv = shape.split_mode != kSplitNone;
+  p.o.direct = &plan.header->direct;
+}
 
 struct KernelInfo {
   int32_t tile_kv;        // KV tokens per iteration
@@ -63,7 +84,7 @@ using TemplateTraits = flashinfer::KernelTraits<
 // FlashInfer (0.6.13 to 0.7.0) converts an fp8 tile in a pass of its own, through shared memory, for every
 // query tile above 16: there each of four query warps would convert all of it. With 1x4 warps each
 // element belongs to one warp, as in its tile of 16, and the pass only costs: on sm_90 1,959 instructions a warp
-// and KV tile of 128 with it and 56 spilled bytes, 1,791 and none without.
+// and KV tile of 128 with it and 60 spilled bytes, 1,791 and none without.
 template <typename Base>
 struct InLoopTraits : Base {
   static constexpr bool USE_KV_REPACK = false;

@@ -160,22 +160,9 @@ void run(int64_t mode, bool causal_words, Array<int64_t> fields, TensorView buff
       static_cast<DTypeKV*>(k_cache.data_ptr()), static_cast<DTypeKV*>(v_cache.data_ptr()),
       k_cache.strides().data(), static_cast<int32_t*>(page_table.data_ptr()), plan.page_indptr,
       /*last_page_len=*/nullptr);
-  p.q_indptr = plan.q_start;
-  p.group_size = flashinfer::uint_fastdiv(shape.group_size);
-  p.num_qo_heads = num_qo_heads;
-  p.num_kv_heads = shape.num_kv_heads;
+  use_plan(p, shape, plan);
   p.q_stride_n = static_cast<int32_t>(q.stride(0));
   p.q_stride_h = static_cast<int32_t>(q.stride(1));
-  p.window_left = shape.window_left;
-  p.request_indices = plan.request_indices;
-  p.qo_tile_indices = plan.qo_tile_indices;
-  p.kv_tile_indices = plan.kv_tile_indices;
-  p.o_indptr = plan.o_indptr;
-  p.block_valid_mask = plan.block_valid;
-  p.kv_chunk_size_ptr = &plan.header->kv_chunk;
-  p.padded_batch_size = shape.grid;
-  p.q_len = plan.q_len;
-  p.kv_len = plan.kv_len;
   p.mask_words = mask ? static_cast<const uint64_t*>(mask.value().data_ptr()) : nullptr;
   p.causal_words = causal_words;
   p.k_scale_ptr =
@@ -189,8 +176,6 @@ void run(int64_t mode, bool causal_words, Array<int64_t> fields, TensorView buff
 
   auto* out = static_cast<DTypeQ*>(o.data_ptr());
   float* out_lse = lse ? static_cast<float*>(lse.value().data_ptr()) : nullptr;
-  p.partition_kv = shape.split_mode != kSplitNone;
-  p.o.direct = &plan.header->direct;
   p.o.partial = p.partition_kv ? static_cast<DTypeQ*>(partial_o.data_ptr()) : out;
   p.o.output = out;
   p.lse = p.partition_kv ? static_cast<float*>(partial_lse.data_ptr()) : out_lse;

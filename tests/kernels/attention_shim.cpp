@@ -7,7 +7,6 @@
 #include <cuda_runtime.h>
 
 #include <memory>
-#include <string>
 
 #include "flashinfer_warp.h"
 
@@ -22,8 +21,6 @@
 using namespace spec_mask;
 
 namespace {
-
-std::string last_fault;
 
 template <MaskMode MODE, uint32_t TILE_Q>
 void attention(const Params& p, uint32_t seed) {
@@ -47,7 +44,7 @@ void merge(const Params& p, const PlanArrays& plan, float* lse, int32_t num_rows
 
 extern "C" {
 
-const char* fault() { return last_fault.c_str(); }
+const char* fault() { return emulated::last_fault.c_str(); }
 
 // As run() of csrc/binding.cu, on contiguous tensors. Strides in elements.
 int32_t run(int32_t mode, int32_t causal_words, const PlanShape* shape_, int32_t* buffer, void* partial_o,
@@ -62,34 +59,19 @@ int32_t run(int32_t mode, int32_t causal_words, const PlanShape* shape_, int32_t
       shape.num_kv_heads, page_size, kHeadDim, table_rows, hnd ? flashinfer::QKVLayout::kHND : flashinfer::QKVLayout::kNHD,
       static_cast<DTypeKV*>(k_cache), static_cast<DTypeKV*>(v_cache), kv_strides, page_table, plan.page_indptr,
       /*last_page_len=*/nullptr);
-  p.q_indptr = plan.q_start;
-  p.group_size = flashinfer::uint_fastdiv(shape.group_size);
-  p.num_qo_heads = shape.num_kv_heads * shape.group_size;
-  p.num_kv_heads = shape.num_kv_heads;
+  use_plan(p, shape, plan);
   p.q_stride_n = p.num_qo_heads * kHeadDim;
   p.q_stride_h = kHeadDim;
-  p.window_left = shape.window_left;
-  p.request_indices = plan.request_indices;
-  p.qo_tile_indices = plan.qo_tile_indices;
-  p.kv_tile_indices = plan.kv_tile_indices;
-  p.o_indptr = plan.o_indptr;
-  p.block_valid_mask = plan.block_valid;
-  p.kv_chunk_size_ptr = &plan.header->kv_chunk;
-  p.padded_batch_size = shape.grid;
-  p.q_len = plan.q_len;
-  p.kv_len = plan.kv_len;
   p.mask_words = mask;
   p.causal_words = causal_words;
   p.sm_scale = sm_scale;
   p.k_scale = k_scale;
   p.v_scale = v_scale;
   p.logits_soft_cap = soft_cap;
-  p.partition_kv = shape.split_mode != kSplitNone;
-  p.o.direct = &plan.header->direct;
   p.o.output = static_cast<DTypeQ*>(out);
   p.o.partial = p.partition_kv ? static_cast<DTypeQ*>(partial_o) : p.o.output;
   p.lse = p.partition_kv ? partial_lse : out_lse;
-  try {
+  return emulated::guarded([&] {
     bool found = false;
 #define SPEC_MASK_CASE(MODE, TILE_Q)                                                           \
   if (mode == static_cast<int32_t>(MaskMode::MODE) && shape.tile_q == TILE_Q) {                \
@@ -104,11 +86,7 @@ int32_t run(int32_t mode, int32_t causal_words, const PlanShape* shape_, int32_t
       const auto kernel = m.warps == 16 ? merge<16> : m.warps == 4 ? merge<4> : merge<1>;
       kernel(p, plan, out_lse, num_rows, m.blocks, seed);
     }
-    return 0;
-  } catch (const emulated::Fault& error) {
-    last_fault = error.what();
-    return 1;
-  }
+  });
 }
 
 // KV tokens of one iteration of a kernel, or 0.

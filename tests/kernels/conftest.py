@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vllm_specpatch.kernels import build, spec_mask
-from vllm_specpatch.selftest_planner import GUARD, UNTOUCHED, HostPlanner
+from vllm_specpatch.selftest_planner import GUARD, UNTOUCHED, HostPlanner, raw_shape
 
 HERE = Path(__file__).parent
 STRICT = ("-O2", "-g", "-Wall", "-Wextra", "-Werror", "-pthread")
@@ -18,12 +18,12 @@ class Planner(HostPlanner):
     """csrc/planner.cuh behind ctypes, on one thread or several."""
 
     def covered(self, shape: dict[str, int], kv_len: int) -> int:
-        return self._library.covered(self._raw(shape), kv_len)
+        return self._library.covered(raw_shape(shape), kv_len)
 
     def plan(self, shape, seq_lens, query_start_loc, buffer, elements, threads=1) -> dict[str, list[int]]:
         requests = len(seq_lens)
         arguments = (
-            self._raw(shape),
+            raw_shape(shape),
             (ctypes.c_int32 * max(requests, 1))(*seq_lens),
             (ctypes.c_int32 * (requests + 1))(*query_start_loc),
             requests,
@@ -70,7 +70,7 @@ class Device:
         requests = len(seq_lens)
         self._run(
             "plan_on_block",
-            (ctypes.c_int32 * len(spec_mask.SHAPE_FIELDS))(*(shape[f] for f in spec_mask.SHAPE_FIELDS)),
+            raw_shape(shape),
             (ctypes.c_int32 * requests)(*seq_lens),
             (ctypes.c_int32 * (requests + 1))(*query_start_loc),
             requests,

@@ -1,6 +1,5 @@
 // csrc/block_team.cuh, csrc/merge.cuh and csrc/fp8.cuh as the GPU runs them, on emulated thread blocks
 // (emulated/cuda_runtime.h).
-#include <string>
 #include <vector>
 
 #include "block_team.cuh"
@@ -10,19 +9,6 @@
 using namespace spec_mask;
 
 namespace {
-
-std::string last_fault;
-
-template <typename Body>
-int32_t guarded(Body body) {
-  try {
-    body();
-    return 0;
-  } catch (const emulated::Fault& fault) {
-    last_fault = fault.what();
-    return 1;
-  }
-}
 
 template <int THREADS>
 void plan_block(const PlanShape& shape, const int32_t* seq_lens, const int32_t* query_start_loc,
@@ -53,11 +39,11 @@ void merge_blocks(const MergeLaunch& m, const float* partial_o, const float* par
 
 extern "C" {
 
-const char* fault() { return last_fault.c_str(); }
+const char* fault() { return emulated::last_fault.c_str(); }
 
 int32_t plan_on_block(const PlanShape* shape, const int32_t* seq_lens, const int32_t* query_start_loc,
                       int32_t num_requests, int32_t* buffer, int32_t threads, uint32_t seed) {
-  return guarded([&] {
+  return emulated::guarded([&] {
     const auto plan = threads == 256   ? plan_block<256>
                       : threads == 512 ? plan_block<512>
                                        : plan_block<1024>;
@@ -76,7 +62,7 @@ int32_t merge(int32_t head_dim, int32_t warps, int32_t blocks, const float* part
               uint32_t seed) {
   PlanHeader header{};
   header.direct = direct;
-  return guarded([&] {
+  return emulated::guarded([&] {
     const auto kernel = head_dim == 64    ? merge_blocks<64>
                         : head_dim == 128 ? merge_blocks<128>
                                           : merge_blocks<256>;
@@ -98,7 +84,7 @@ int32_t convert_fp8(int32_t exponent_bits, uint32_t x, uint32_t* words) {
 // emulation must notice: 1 a lane that is named has returned, 2 half a warp waits at a barrier and half for
 // the warp, 3 a missing barrier: the sum is wrong.
 int32_t emulate(int32_t wrong, uint32_t seed, int32_t* sum) {
-  return guarded([&] {
+  return emulated::guarded([&] {
     static int32_t words[64];
     emulated::launch(1, {64, 1, 1}, seed, [&] {
       const int32_t i = threadIdx.x;

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import ptxas
 import torch
-from torch.overrides import TorchFunctionMode
 
 from vllm_specpatch.kernels import build, spec_mask
-from vllm_specpatch.selftest_planner import GUARD, UNTOUCHED, HostPlanner
+from vllm_specpatch.selftest_planner import GUARD, UNTOUCHED, HostPlanner, raw_shape
 
 HERE = Path(__file__).parent
 MODES = {"full": 0, "causal": 1, "bits": 2}
@@ -48,16 +47,6 @@ def copy_template(folder: Path, data: Path) -> Path:
     return folder
 
 
-class OnCpu(TorchFunctionMode):
-    """What code asks for on "cuda" is made on the CPU."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        return function(*args, **kwargs)
-
-
 class Kernels:
     """The compiled kernels of a spec, and the planner that goes with them."""
 
@@ -78,54 +67,21 @@ class Kernels:
         flags += ["-std=c++20", "-O1", "-w", "-fpermissive", "-shared", "-fPIC", "-fno-gnu-unique"]
         source = str(HERE / "attention_shim.cpp")
         subprocess.run(["g++", *flags, *includes, source, "-o", str(library)], check=True)
-        self.library = ctypes.CDLL(str(library))
-        self.library.fault.restype = ctypes.c_char_p
+        self.code = ctypes.CDLL(str(library))
+        self.code.fault.restype = ctypes.c_char_p
 
 
 class Plan:
     """As :class:`vllm_specpatch.kernels.spec_mask.Plan`; ``module`` is :class:`Kernels`."""
 
     def __init__(
-        self,
-        module: Kernels,
-        *,
-        num_kv_heads,
-        max_requests,
-        max_rows,
-        max_q_len,
-        max_kv_len,
-        page_table_stride,
-        mask="causal",
-        window_left=-1,
-        split="auto",
-        device=None,
+        self, module: Kernels, *, num_kv_heads, max_q_len, mask="causal", split="auto", device=None, **sizes
     ) -> None:
-        self.module, self.mask, tuning = module, mask, spec_mask.Tuning()
-        tile = module.spec.tile(max_q_len)
-        tile_kv = module.library.tile_kv(MODES[mask], tile)
-        modes = {"auto": spec_mask._SPLIT_AUTO, "none": spec_mask._SPLIT_NONE}
-        shape = {
-            "max_requests": max_requests,
-            "max_rows": max_rows,
-            "max_q_len": max_q_len,
-            "group_size": module.spec.group_size,
-            "num_kv_heads": num_kv_heads,
-            "tile_q": tile,
-            "granule": tuning.granule,
-            "min_chunk": max(tuning.min_chunk, tile_kv),
-            "window_left": window_left,
-            "max_kv_len": max_kv_len,
-            "page_table_stride": page_table_stride,
-            "split_mode": modes.get(split, spec_mask._SPLIT_FIXED),
-            "fixed_chunk": split if isinstance(split, int) else 0,
-            "wave_ctas": NUM_SMS * CTAS_PER_SM // num_kv_heads,
-            "num_sms": NUM_SMS,
-            "cta_tokens": tuning.cta_tokens,
-            "lone_percent": tuning.lone_percent,
-            "merge_tokens": tuning.merge_tokens,
-            "extra_waves": tuning.extra_waves,
-            "grid": 0,
-        }
+        self.module, self.mask = module, mask
+        tile_kv = module.code.tile_kv(MODES[mask], module.spec.tile(max_q_len))
+        facts = {"tile_kv": tile_kv, "num_sms": NUM_SMS, "ctas_per_sm": CTAS_PER_SM}
+        sizes = {"num_kv_heads": num_kv_heads, "max_q_len": max_q_len, "window_left": -1, **sizes}
+        shape = spec_mask.captured_shape(module.spec, facts, split, spec_mask.Tuning(), **sizes)
         self.shape, elements, partial_rows = module.planner.complete(shape)
         self.buffer = torch.full((elements + GUARD,), UNTOUCHED, dtype=torch.int32)
         heads, dtype = num_kv_heads * module.spec.group_size, getattr(torch, module.spec.dtype_q)
@@ -162,7 +118,7 @@ def run(
     layout="NHD",
 ):
     """As :func:`vllm_specpatch.kernels.spec_mask.run`."""
-    library, spec = plan.module.library, plan.module.spec
+    code, spec = plan.module.code, plan.module.spec
     assert k_cache.stride() == v_cache.stride() and q.is_contiguous() and page_table.is_contiguous()
     out = torch.empty_like(q) if out is None else out
 
@@ -170,13 +126,12 @@ def run(
         return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
     strides = (ctypes.c_int64 * 4)(*k_cache.stride())
-    raw = (ctypes.c_int32 * len(spec_mask.SHAPE_FIELDS))(*(plan.shape[f] for f in spec_mask.SHAPE_FIELDS))
     scale = spec.head_dim**-0.5 if sm_scale is None else sm_scale
     numbers = (scale, float(k_scale), float(v_scale), soft_cap)
-    failed = library.run(
+    failed = code.run(
         MODES[plan.mask if mask is None else plan.words_mask],
         plan.mask == "causal",
-        raw,
+        raw_shape(plan.shape),
         at(plan.buffer),
         at(plan.partial_o),
         at(plan.partial_lse),
@@ -196,5 +151,5 @@ def run(
         1,
     )
     if failed:
-        raise RuntimeError(library.fault().decode())
+        raise RuntimeError(code.fault().decode())
     return out

@@ -141,9 +141,8 @@ def disassemble(spec, arch: build.Arch, folder: Path, name: str) -> Kernel:
     """The kernel of one unit, by nvdisasm. The main loop is the longest backward jump's."""
     folder.mkdir(parents=True, exist_ok=True)
     source = next(s for s in build.write_sources(spec, arch, folder) if s.name == name)
-    version, data = build.flashinfer_version(), build.flashinfer_data()
-    flags = [*common_flags(arch), *(f for f in build.cuda_flags(arch, version) if "gencode" not in f)]
-    includes = [f"-I{p}" for p in (build.CSRC, folder, *package_includes(data))]
+    flags = unit_flags(arch, build.flashinfer_version())
+    includes = [f"-I{p}" for p in (build.CSRC, folder, *package_includes(build.flashinfer_data()))]
     cubin = folder / f"{name}.cubin"
     subprocess.run(
         [build.find_nvcc(), *flags, *includes, "-cubin", "-o", str(cubin), str(source)],
@@ -196,6 +195,11 @@ def common_flags(arch: build.Arch) -> list[str]:
     ]
 
 
+def unit_flags(arch: build.Arch, version: str) -> list[str]:
+    """All flags of our units, with one code for one architecture."""
+    return [*common_flags(arch), *(f for f in build.cuda_flags(arch, version) if "gencode" not in f)]
+
+
 def compile_spec(spec, arch: build.Arch, folder: Path, *, version=None, data=None, only=None) -> list[dict]:
     """Kernels of a spec's units, compiled against a FlashInfer (the installed one by default).
     ``only`` names the units, such as ``{"unit_causal_16.cu"}``; binding.cu is compiled if named."""
@@ -206,7 +210,7 @@ def compile_spec(spec, arch: build.Arch, folder: Path, *, version=None, data=Non
         for s in build.write_sources(spec, arch, folder)
         if (s.name in only if only is not None else s.name != "binding.cu")
     ]
-    flags = [*common_flags(arch), *(f for f in build.cuda_flags(arch, version) if "gencode" not in f)]
+    flags = unit_flags(arch, version)
     key = f"{version} {build.template_digest(data)}"
     includes = package_includes(data)
 

@@ -41,7 +41,7 @@ LIMITS = {"bfloat16": 4 * 2**-8, "float16": 4 * 2**-11}
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """name of a spec, or a FlashInfer release -> Kernels, compiled when first asked for, two at a time."""
+    """name of a spec -> Kernels, compiled two at a time while the first of them are tested."""
     folder = tmp_path_factory.mktemp("emulated")
     template = emulation.copy_template(folder / "include", build.flashinfer_data())
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

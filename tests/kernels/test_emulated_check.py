@@ -16,6 +16,7 @@ import emulation  # noqa: E402
 from test_harness import scripts  # noqa: E402, F401  (a fixture)
 
 from vllm_specpatch.kernels import build  # noqa: E402
+from vllm_specpatch.patches import predict_probe  # noqa: E402
 
 pytestmark = pytest.mark.skipif(emulation.missing() is not None, reason=str(emulation.missing()))
 
@@ -45,7 +46,7 @@ def check(scripts, tmp_path_factory):  # noqa: F811
         patch.setattr(torch, "Generator", lambda device="cpu": generator())
         patch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
         patch.setenv("VLLM_SPECPATCH_CHECK_NO_GRAPHS", "1")
-        with emulation.OnCpu():
+        with predict_probe.simulated_device(True):
             yield module
 
 

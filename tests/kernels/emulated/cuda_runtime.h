@@ -217,6 +217,19 @@ inline void launch(uint32_t blocks, dim3 threads, uint32_t seed, const std::func
   }
 }
 
+// Runs a test's launches: 0, or 1 and what the fault was.
+inline std::string last_fault;
+template <typename Body>
+int32_t guarded(Body body) {
+  try {
+    body();
+    return 0;
+  } catch (const Fault& fault) {
+    last_fault = fault.what();
+    return 1;
+  }
+}
+
 template <typename T>
 const uint64_t* exchange(uint32_t mask, T value) {
   static_assert(sizeof(T) <= sizeof(uint64_t));
@@ -292,8 +305,6 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
 inline int __ffs(int value) { return __builtin_ffs(value); }
 
 #if defined(EMULATED_BESIDE_CUDA)
-using std::max;
-using std::min;
 template <typename A, typename B>
 auto min(A a, B b) {
   return b < a ? b : a;

@@ -77,13 +77,9 @@ inline float ptx_log2(float x) { return std::log2(x); }
 inline float ptx_rcp(float x) { return 1.f / x; }
 inline float rsqrt(float x) { return 1.f / std::sqrt(x); }
 inline float tanh(float x) { return std::tanh(x); }
-inline half2 ptx_exp2(half2 x) { return x; }
-inline half2 tanh(half2 x) { return x; }
-inline half tanh(half x) { return x; }
-inline half2 uint32_as_half2(uint32_t x) { return reinterpret_cast<half2&>(x); }
-inline uint32_t half2_as_uint32(half2 x) { return reinterpret_cast<uint32_t&>(x); }
-inline float shfl_xor_sync(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+inline half2 ptx_exp2(half2) { throw emulated::Fault("fp16 logits are not emulated"); }
 inline half2 shfl_xor_sync(half2 x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+inline float shfl_xor_sync(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 
 }  // namespace math
 
@@ -111,59 +107,45 @@ inline void leave_together() { (void)emulated::exchange(0xffffffffu, 0); }
 inline uint16_t half_of(Word word, int which) { return static_cast<uint16_t>(word >> 16 * which); }
 
 // ldmatrix: lane 8 m + r names row r of matrix m, 8 elements of 16 bits. Lane l receives elements
-// 2 (l % 4) and the next of row l / 4 of each; transposed, row and element change places.
-template <typename T>
-void load_matrices(Word (&all)[4], const T* row, bool transposed) {
+// 2 (l % 4) and the next of row l / 4 of each matrix that is asked for; transposed, row and element change
+// places.
+template <bool transposed, uint32_t... matrices, typename T>
+void load_matrices(Word* R, const T* row) {
   const uint64_t* slots = emulated::exchange(0xffffffffu, row);
   const uint16_t* rows[32];
   for (uint32_t lane = 0; lane < 32; ++lane) rows[lane] = emulated::read<const uint16_t*>(slots, lane);
   const uint32_t lane = emulated::Block::current->lane();
-  for (int m = 0; m < 4; ++m) {
-    uint16_t pair[2];
-    for (uint32_t i = 0; i < 2; ++i) {
-      const uint32_t r = lane / 4, c = 2 * (lane % 4) + i;
-      pair[i] = transposed ? rows[8 * m + c][r] : rows[8 * m + r][c];
-    }
-    all[m] = pair[0] | static_cast<Word>(pair[1]) << 16;
-  }
+  const auto element = [&](uint32_t matrix, uint32_t i) {
+    const uint32_t r = lane / 4, c = 2 * (lane % 4) + i;
+    return static_cast<Word>(transposed ? rows[8 * matrix + c][r] : rows[8 * matrix + r][c]);
+  };
+  ((*R++ = element(matrices, 0) | element(matrices, 1) << 16), ...);
   leave_together();
 }
 
 template <typename T>
 void ldmatrix_m8n8x4(Word* R, T* row) {
-  Word all[4];
-  load_matrices(all, row, false);
-  for (int i = 0; i < 4; ++i) R[i] = all[i];
+  load_matrices<false, 0, 1, 2, 3>(R, row);
 }
 template <typename T>
 void ldmatrix_m8n8x4_left_half(Word* R, T* row) {
-  Word all[4];
-  load_matrices(all, row, false);
-  R[0] = all[0], R[1] = all[2];
+  load_matrices<false, 0, 2>(R, row);
 }
 template <typename T>
 void ldmatrix_m8n8x4_right_half(Word* R, T* row) {
-  Word all[4];
-  load_matrices(all, row, false);
-  R[0] = all[1], R[1] = all[3];
+  load_matrices<false, 1, 3>(R, row);
 }
 template <typename T>
 void ldmatrix_m8n8x4_trans(Word* R, T* row) {
-  Word all[4];
-  load_matrices(all, row, true);
-  for (int i = 0; i < 4; ++i) R[i] = all[i];
+  load_matrices<true, 0, 1, 2, 3>(R, row);
 }
 template <typename T>
 void ldmatrix_m8n8x4_trans_left_half(Word* R, T* row) {
-  Word all[4];
-  load_matrices(all, row, true);
-  R[0] = all[0], R[1] = all[1];
+  load_matrices<true, 0, 1>(R, row);
 }
 template <typename T>
 void ldmatrix_m8n8x4_trans_right_half(Word* R, T* row) {
-  Word all[4];
-  load_matrices(all, row, true);
-  R[0] = all[2], R[1] = all[3];
+  load_matrices<true, 2, 3>(R, row);
 }
 
 // stmatrix: the reverse of ldmatrix.
