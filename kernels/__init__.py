@@ -10,7 +10,7 @@ only inside functions, so importing this package costs nothing and needs neither
 ``probe``               a module against ``reference`` on the GPU, before it serves
 ``reference``           the same operation in plain torch, slow and obvious; the only oracle
 ``csrc/planner.cuh``    the split-KV plan as pure logic, compiled with g++ by the tests
-``csrc/*.cuh, *.cu``    variant, launches, merge and binding around FlashInfer's FA2 template; the
+``csrc/*.cuh, *.cu``    attention, merge and binding, with FlashInfer's wrappers of PTX; the
                         tests run all but the launches on emulated thread blocks
 ======================  =======================================================================
 """

@@ -60,18 +60,15 @@ def cases(spec: spec_mask.Spec) -> Iterator[tuple[str, int, bool, str | int]]:
     for mask, tile in itertools.product(spec.masks, spec.tiles):
         choices = {"causal": [False, True] if spec.words else [False], "full": [False], "bits": [True]}
         for with_words, split in itertools.product(choices[mask], SPLITS):
-            if longest_block(spec, mask, tile, with_words):
+            if longest_block(spec, tile, with_words):
                 yield mask, tile, with_words, split
 
 
-def longest_block(spec: spec_mask.Spec, mask: str, tile: int, with_words: bool) -> int:
-    """Rows of the longest request that takes a kernel, or 0: words reach 64 tokens, and causal ones need a
-    request to fit the tile (:attr:`.spec_mask.Plan.words_mask`)."""
+def longest_block(spec: spec_mask.Spec, tile: int, with_words: bool) -> int:
+    """Rows of the longest request that takes a kernel, or 0: words reach 64 tokens."""
     rows = [n for n in range(1, spec.max_q_len + 1) if spec.tile(n) == tile]
     if with_words:
         rows = [n for n in rows if n <= spec_mask.MAX_BLOCK]
-    if with_words and mask == "causal":
-        rows = [n for n in rows if n * spec.group_size <= tile]
     return max(rows, default=0)
 
 
@@ -82,7 +79,7 @@ class Batch:
         import torch
 
         self.spec, self.mask = spec, mask
-        longest = longest_block(spec, mask, tile, with_words)
+        longest = longest_block(spec, tile, with_words)
         self.q_lens = [longest, 0, (longest + 1) // 2, 1]
         self.seq_lens = [longest + 3 * CHUNK + 5, 0, longest + 9, PAGE]
         self.start = [0, *itertools.accumulate(self.q_lens)]

@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 96, 128, 256)
 MASKS = ("causal", "full", "bits")
 KV_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 MAX_BLOCK = 64  # draft-block tokens a mask word can describe
 MAX_REQUESTS = 2048  # five int32 per request must fit the planner's shared memory
 
-# FlashInfer's MaskMode values (include/flashinfer/attention/mask.cuh).
+# Values of MaskMode in csrc/params.cuh.
 _MASK_MODES = {"full": 0, "causal": 1, "bits": 2}
 # Values of SplitMode in csrc/planner.cuh.
 _SPLIT_AUTO, _SPLIT_FIXED, _SPLIT_NONE = 0, 1, 2
@@ -74,7 +74,8 @@ class Tuning:
                       quarter of the slots idle at short contexts
     ``min_chunk``     smallest chunk that "auto" chooses, in tokens; never below one KV tile
     ``cta_tokens``, ``lone_percent``, ``merge_tokens``
-                      the cost model, see ``plan_cost`` in csrc/planner.cuh
+                      the cost model, see ``plan_cost`` in csrc/planner.cuh. The first and the last are
+                      times, given as the tokens of 512 bytes (K and V of a head) that could be read in them
     ``extra_waves``   grid beyond the query tiles' own waves, for batches of unequal lengths
 
     The defaults were fitted to times measured on an H200, tests/kernels/split_times.json.
@@ -82,9 +83,9 @@ class Tuning:
 
     granule: int = 16
     min_chunk: int = 64
-    cta_tokens: int = 192
+    cta_tokens: int = 512
     lone_percent: int = 250
-    merge_tokens: int = 4
+    merge_tokens: int = 8
     extra_waves: int = 2
 
 
@@ -99,25 +100,21 @@ def _need(ok: bool, what: str, wanted: object, found: object, then: str | Callab
         raise SpecMaskError(f"{what}: wanted {wanted}, found {found}; {next_step}")
 
 
-def tile_q(packed_rows: int, head_dim: int, tile_32: bool = False) -> int:
-    """Query tile for requests of ``q_len * group_size`` packed rows: FlashInfer's own choice
-    (FA2DetermineCtaTileQ in include/flashinfer/utils.cuh), for compute capability 8.0 and later,
-    and with ``tile_32`` a tile of ours between its 16 and 64."""
-    if packed_rows <= 16:
-        return 16
-    if tile_32 and packed_rows <= 32:
-        return 32
-    if packed_rows <= 64 or head_dim >= 256:
-        return 64
-    return 128
+QUERY_TILES = (16, 32, 64, 128)
+
+
+def tile_q(packed_rows: int) -> int:
+    """Query tile for requests of ``q_len * group_size`` packed rows: the smallest that has room for them, or
+    the largest."""
+    return next((tile for tile in QUERY_TILES if packed_rows <= tile), QUERY_TILES[-1])
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
     """What a compiled module is made for.
 
-    ``head_dim``     64, 128 or 256. (The template walks a head in steps of 64 elements, so 96 does
-                     not build; at 512 it leaves out the output transform that zeroes masked rows.)
+    ``head_dim``     64, 96, 128 or 256. (The output of 16 rows of 512 elements would fill all registers
+                     of a thread.)
     ``group_size``   query heads per KV head
     ``dtype_q``      "bfloat16" or "float16"; also the output's
     ``dtype_kv``     "bfloat16", "float16", "float8_e4m3fn" or "float8_e5m2"; a 16-bit one must
@@ -129,14 +126,9 @@ class Spec:
                      tiles are built
     ``words``        build words into the causal kernels, for draft trees; chains need none, and the main
                      loop has twice the instructions with them. Kernels of kind "bits" have them anyway
-    ``mma_kv``       0, or an upper bound for the KV tile in units of 16 tokens per KV warp: 1, 2, 4
-                     or 8, for measurements
-    ``tile_32``      whether 17 to 32 packed rows take a query tile of 32, which FlashInfer does not
-                     have (csrc/attention.cuh); head_dim 64 and 128. None: with fp8 caches, where it
-                     was measured to be up to a quarter faster (16-bit ones: 8% faster to 40% slower)
-    ``convert``      how fp8 tiles become 16-bit ones, for measurements: "template" as FlashInfer does
-                     it, "in loop" without its pass through shared memory (csrc/attention.cuh), "own"
-                     with fewer instructions on top (csrc/fp8.cuh). Results are the same bits
+    ``tokens``, ``stages``
+                     for measurements: KV tokens of a group's tile (16 or 32) and tiles in shared
+                     memory (2 to 4), see StreamLayout in csrc/stream.cuh. 0 leaves the choice to it
     """
 
     head_dim: int
@@ -148,9 +140,8 @@ class Spec:
     masks: tuple[str, ...] = ("causal",)
     max_q_len: int = 16
     words: bool = False
-    mma_kv: int = 0
-    tile_32: bool | None = None
-    convert: str = "template"
+    tokens: int = 0
+    stages: int = 0
 
     def __post_init__(self) -> None:
         _need(
@@ -202,40 +193,18 @@ class Spec:
             self.max_q_len,
             "pass the longest query of a request",
         )
-        _need(
-            self.mma_kv in (0, 1, 2, 4, 8),
-            "mma_kv",
-            "0, 1, 2, 4 or 8",
-            self.mma_kv,
-            "leave it at 0 outside measurements",
-        )
-        _need(
-            self.convert in ("template", "in loop", "own"),
-            "convert",
-            '"template", "in loop" or "own"',
-            self.convert,
-            "leave it out outside measurements",
-        )
-        # Two blocks of 16 output rows of 256 elements would fill all registers of a thread.
-        _need(
-            not self.tile_32 or self.head_dim <= 128, "tile_32", "False at head_dim 256", True, "leave it out"
-        )
+        for name, allowed in (("tokens", (0, 16, 32)), ("stages", (0, 2, 3, 4))):
+            found = getattr(self, name)
+            _need(found in allowed, name, f"one of {allowed}", found, "leave it at 0 outside measurements")
 
     @property
     def has_words(self) -> bool:
         """Whether there are causal kernels, and with words."""
         return self.words and "causal" in self.masks
 
-    @property
-    def has_tile_32(self) -> bool:
-        """``tile_32``, with its default settled."""
-        if self.tile_32 is None:
-            return self.dtype_kv.startswith("float8") and self.head_dim <= 128
-        return self.tile_32
-
     def tile(self, q_len: int) -> int:
         """Query tile of requests with ``q_len`` rows."""
-        return tile_q(q_len * self.group_size, self.head_dim, self.has_tile_32)
+        return tile_q(q_len * self.group_size)
 
     @property
     def tiles(self) -> tuple[int, ...]:
@@ -253,9 +222,8 @@ class Spec:
             "masks": sorted(self.masks),
             "tiles": list(self.tiles),
             "words": self.has_words,
-            "mma_kv": self.mma_kv,
-            "tile_32": self.has_tile_32,
-            "convert": self.convert,
+            "tokens": self.tokens,
+            "stages": self.stages,
         }
 
     def describe(self) -> str:
@@ -368,6 +336,7 @@ def captured_shape(
     ``facts`` are :meth:`Module.info`'s of the kernel; ``sizes`` are max_requests, max_rows, max_kv_len and
     page_table_stride."""
     granule = tuning.granule
+    token_bytes = 2 * spec.head_dim * (1 if spec.dtype_kv.startswith("float8") else 2)
     fixed = 0
     if split == "auto":
         mode = _SPLIT_AUTO
@@ -395,9 +364,9 @@ def captured_shape(
         "fixed_chunk": fixed,
         "wave_ctas": max(1, facts["num_sms"] * facts["ctas_per_sm"] // num_kv_heads),
         "num_sms": facts["num_sms"],
-        "cta_tokens": tuning.cta_tokens,
+        "cta_tokens": tuning.cta_tokens * 512 // token_bytes,
         "lone_percent": tuning.lone_percent,
-        "merge_tokens": tuning.merge_tokens,
+        "merge_tokens": tuning.merge_tokens * 512 // token_bytes,
         "extra_waves": tuning.extra_waves,
         "grid": 0,
     }
@@ -487,7 +456,7 @@ class Plan:
             window_left < 0 or spec.window, "window_left", "-1", window_left, "load a module with window=True"
         )
         tile = spec.tile(max_q_len)
-        # The kernel sizes the partial outputs of a windowed row for window_left + tile tokens,
+        # The planner sizes the partial outputs of a windowed row for window_left + tile tokens,
         # which covers the later tokens of the block only if the block fits the tile.
         _need(
             window_left < 0 or mask == "causal" or max_q_len <= tile,
@@ -521,14 +490,6 @@ class Plan:
         grid, elements, partial_rows = module.ffi.sizes([self.shape[f] for f in SHAPE_FIELDS])
         self.shape["grid"] = grid
         num_heads = num_kv_heads * spec.group_size
-        # The kernel forms offsets into the partial outputs in 32 bits.
-        _need(
-            partial_rows * num_heads * spec.head_dim < 2**31,
-            "workspace",
-            "fewer than 2**31 partial output elements",
-            partial_rows * num_heads * spec.head_dim,
-            "use a larger fixed split, or capture fewer requests",
-        )
         import tvm_ffi
 
         self._shape = tvm_ffi.convert([self.shape[f] for f in SHAPE_FIELDS])
@@ -541,17 +502,6 @@ class Plan:
         self.partial_lse = torch.empty(
             max(partial_rows, 1), num_heads, dtype=torch.float32, device=self.device
         )
-
-    @property
-    def words_mask(self) -> str:
-        """Mask kind of the kernel that runs when words are given.
-
-        Words under a causal mask need all rows of a request in one query tile, see
-        csrc/spec_mask_variant.cuh. Where the captured shape allows longer requests, the kernel that
-        evaluates every KV tile takes over.
-        """
-        one_tile = self.shape["max_q_len"] * self.shape["group_size"] <= self.shape["tile_q"]
-        return "bits" if self.mask == "causal" and not one_tile else self.mask
 
     @property
     def workspace_bytes(self) -> int:
@@ -637,7 +587,6 @@ def unpack(shape: dict[str, int], buffer: list[int]) -> dict[str, list[int]]:
         ("q_start", requests),
         ("q_len", requests),
         ("kv_len", requests),
-        ("page_indptr", requests + 1),
         ("merge_rows", 2 * rows),
         ("block_valid", (grid + 3) // 4),
     )
@@ -681,9 +630,7 @@ def run(
     :param mask: int64 or uint64 ``[rows]``, a word per row. Kind "causal": optional, if the module has
         words, ANDed with the causal order (chains need none, trees are subsets of it). Kind "bits":
         required, any bits.
-        Kind "full": none, all rows see all tokens of their request. Causal words of
-        plans whose longest request exceeds one query tile (``spec.tile``) use the module's "bits"
-        kernel, so its spec must list both kinds
+        Kind "full": none, all rows see all tokens of their request
     :param out: ``[rows, heads, head_dim]`` contiguous, dtype of q; made if not given
     :param lse: float32 ``[rows, heads]`` contiguous, gets the base-2 log-sum-exp (with soft cap and
         scales applied); -inf for a row that saw nothing
@@ -693,9 +640,9 @@ def run(
     :param soft_cap: logits soft cap, > 0 exactly if the module was built with it
     :returns: ``out``
 
-    Rows of no request are not written. A row that sees nothing gets zeros. Scaled logits must stay
-    within +-34000 (see csrc/spec_mask_variant.cuh). With causal masks a request must be at least as
-    long as its query (it contains it); "bits" and "full" take any length.
+    Rows of no request are not written. A row that sees nothing gets zeros. ``sm_scale`` times the K scales
+    must be positive. With causal masks a request must be at least as long as its query (it contains it);
+    "bits" and "full" take any length.
     """
     import torch
 
@@ -745,14 +692,6 @@ def run(
         lambda: f"{page_table.dtype} {tuple(page_table.shape)} with strides {page_table.stride()}",
         "make the plan with this table's row stride",
     )
-    # The kernel indexes tokens of the table, row * stride * page_size + token, in 32 bits.
-    _need(
-        shape["max_requests"] * shape["page_table_stride"] * page_size < 2**31,
-        "page_table",
-        "fewer than 2**31 tokens in max_requests rows",
-        shape["max_requests"] * shape["page_table_stride"] * page_size,
-        "capture fewer requests",
-    )
     _need(
         shape["max_kv_len"] <= shape["page_table_stride"] * page_size,
         "page_table",
@@ -770,14 +709,7 @@ def run(
             "drop the words",
         )
         _need(
-            plan.words_mask in spec.masks,
-            "mask",
-            lambda: f"causal words for requests in one query tile of {shape['tile_q']} packed rows",
-            lambda: f"up to {shape['max_q_len']} rows of {spec.group_size} heads",
-            lambda: f"load a module with masks={(*spec.masks, 'bits')}: longer requests take its kernel",
-        )
-        _need(
-            plan.words_mask == "bits" or spec.words,
+            plan.mask == "bits" or spec.words,
             "mask",
             "a module with words",
             "one without",
@@ -829,11 +761,14 @@ def run(
     ):
         if tensor is not None and tensor.device != plan.device:
             _need(False, name, f"a tensor on {plan.device}", tensor.device, "move it to the plan's device")
+    # The running maximum is that of products before they are scaled.
+    scale = float(sm_scale if sm_scale is not None else spec.head_dim**-0.5)
+    _need(scale > 0, "sm_scale", "above 0", scale, "negate q instead")
     k_tensor = _scale_tensor("k_scale", k_scale, plan)
+    _need(k_tensor is not None or k_scale > 0, "k_scale", "above 0", k_scale, "negate q instead")
     v_tensor = _scale_tensor("v_scale", v_scale, plan)
     plan.module.ffi.run(
-        _MASK_MODES[plan.mask if mask is None else plan.words_mask],
-        plan.mask == "causal",
+        _MASK_MODES[plan.mask],
         plan._shape,
         plan.buffer,
         plan.partial_o,
@@ -846,7 +781,7 @@ def run(
         mask,
         out,
         lse,
-        float(sm_scale if sm_scale is not None else spec.head_dim**-0.5),
+        scale,
         1.0 if k_tensor is not None else float(k_scale),
         1.0 if v_tensor is not None else float(v_scale),
         k_tensor,

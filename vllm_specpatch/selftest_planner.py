@@ -138,7 +138,7 @@ def random_shape(
         "max_q_len": q_len,
         "group_size": group,
         "num_kv_heads": rng.choice([1, 2, 4, 8]),
-        "tile_q": spec_mask.tile_q(q_len * group, rng.choice([64, 128, 256])),
+        "tile_q": spec_mask.tile_q(q_len * group),
         "granule": granule,
         "min_chunk": max(granule, 128 // granule * granule),
         "window_left": rng.choice([-1, -1, 0, 127, 1024]),

@@ -180,7 +180,7 @@ def picture() -> str:
             f"Route {SpecMaskRoute.name} ({SpecMaskRoute.__name__})",
             [
                 "planned on the GPU from vLLM's own tensors;",
-                "own kernel on FlashInfer's template, ragged too",
+                "own kernels, ragged batches too",
             ],
             OURS,
         ),

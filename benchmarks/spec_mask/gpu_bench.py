@@ -34,7 +34,7 @@ checkout.use_checkout()
 
 import torch  # noqa: E402
 from cases import KV_TORCH  # noqa: E402
-from specs import TUNE_SPECS, check_spec  # noqa: E402
+from specs import check_spec  # noqa: E402
 
 from vllm_specpatch.kernels import build  # noqa: E402
 from vllm_specpatch.kernels.spec_mask import Plan, Tuning, load, run  # noqa: E402
@@ -443,7 +443,6 @@ def tune_cases():
 
 
 def tune_case(args, progress, index, case):
-    heads, kv_heads, head_dim = case.geometry
     progress.step(index, "inputs")
     inputs = Inputs(case)
     choices = {"default": {}, "no split": {"split": "none"}}
@@ -452,18 +451,15 @@ def tune_case(args, progress, index, case):
         if chunk >= 64:
             choices[f"{pieces} chunks"] = {"split": chunk}
     choices.update({name: {"tuning": tuning} for name, tuning in TUNINGS.items()})
-    for spec in TUNE_SPECS:
-        fits = spec.max_q_len >= case.q_len and spec.group_size == heads // kv_heads
-        if (spec.dtype_kv, spec.head_dim) == (case.dtype_kv, head_dim) and fits:
-            name = f"{'' if spec.has_tile_32 else 'no '}tile of 32, mma_kv <= {spec.mma_kv or 'default'}"
-            if spec.convert != "template":
-                name = f"convert {spec.convert}"
-            choices[name] = {"spec": spec}
-    graphs, plans = {}, {}
+    graphs, plans, seen = {}, {}, set()
     for name, options in choices.items():
         progress.step(index, name)
-        layer, _, plans[name] = ours(inputs, **options)
-        graphs[name] = capture(layer, inputs.layers)
+        layer, _, plan = ours(inputs, **options)
+        kind = (*plan.buffer[:2].tolist(), plan.shape["grid"], plan.shape["split_mode"])
+        if kind in seen:  # other constants, and the same choice
+            continue
+        seen.add(kind)
+        plans[name], graphs[name] = plan, capture(layer, inputs.layers)
     progress.step(index, "replays")
     got = replay_times(graphs, inputs.layers, args.per_case)
     with open(args.rows, "a") as file:
@@ -476,17 +472,17 @@ def tune_case(args, progress, index, case):
                 "us": us,
                 "ctas": ctas,
                 "chunk": chunk,
-                **{field: shape[field] for field in ("grid", "tile_q", "wave_ctas")},
+                **{field: shape[field] for field in ("grid", "tile_q", "min_chunk", "wave_ctas")},
             }
             file.write(json.dumps(row) + "\n")
             print(f"{case!s:44s} {name:28s} {us:9.1f}  {ctas}/{shape['grid']} {chunk}", flush=True)
 
 
-# Planner constants to compare with the default ones.
+# Planner constants that make other choices in the same grid.
 TUNINGS = {
-    "no extra waves": Tuning(extra_waves=0),
-    "cheap merge": Tuning(merge_tokens=6),
-    "cheap CTAs": Tuning(cta_tokens=96),
+    f"CTA {cta}, alone {lone}%": Tuning(cta_tokens=cta, lone_percent=lone)
+    for cta in (64, 192, 512, 1024)
+    for lone in (135, 165, 200, 250, 300)
 }
 
 

@@ -26,10 +26,10 @@ checkout.use_checkout()
 
 import torch  # noqa: E402
 from cases import KV_TORCH, int64, make_batch, random_words  # noqa: E402
-from specs import CONVERT_SPECS, TILE_32_SPECS, check_spec  # noqa: E402
+from specs import check_spec  # noqa: E402
 
 from vllm_specpatch.kernels import build, reference  # noqa: E402
-from vllm_specpatch.kernels.spec_mask import Plan, load, run  # noqa: E402
+from vllm_specpatch.kernels.spec_mask import Plan, Spec, load, run  # noqa: E402
 from vllm_specpatch.selftest_planner import HostPlanner  # noqa: E402
 
 # (mask kind of the plan, words)
@@ -56,6 +56,7 @@ GEOMETRIES = [
     (16, 2, 128),
     (5, 1, 128),
     (8, 8, 64),
+    (16, 4, 96),
 ]
 SMALL = (8, 2, 128)
 
@@ -418,16 +419,21 @@ def splits():
     yield "no split is independent of the batch", lambda: batch_invariance("none")
 
 
-def tiles_of_32():
-    """The query tile that FlashInfer does not have, other conversions of fp8, all tiles of their modules."""
-    trees = check_spec(128, 4, dtype_kv="float8_e4m3fn", words=True)
-    for spec in [*TILE_32_SPECS, *CONVERT_SPECS, trees]:
+def smaller_specs():
+    """What a model asks for: fewer tiles and masks than a module that was built ahead has. And trees over
+    an fp8 cache."""
+    specs = [
+        Spec(head_dim=head_dim, group_size=group, dtype_kv=dtype_kv, max_q_len=16)
+        for head_dim, group in ((128, 4), (256, 6))
+        for dtype_kv in ("bfloat16", "float8_e4m3fn")
+    ]
+    for spec in [*specs, check_spec(128, 4, dtype_kv="float8_e4m3fn", words=True)]:
         heads = 2 * spec.group_size
         for q_len in sorted({1, 16 // spec.group_size + 1, 32 // spec.group_size, 16}):
             for mask, words in [("causal", "tree"), ("bits", "random")] if spec.words else [("causal", None)]:
                 lens = [q_len, 129 + q_len, 1000, 5000]
                 yield (
-                    f"{spec.describe()}, convert {spec.convert}, q{q_len} {mask}/{words}",
+                    f"{spec.describe()}, q{q_len} {mask}/{words}",
                     lambda s=spec, h=heads, q=q_len, m=mask, w=words, n=lens: run_case(
                         (h, 2, s.head_dim),
                         [q] * 4,
@@ -555,7 +561,9 @@ def first_use():
 
 def written_once(q_lens, seq_lens, geometry, dtype_kv, mask, words, split, page_size=16):
     """One plan and one run where only what a caller must give was written, by copies from the host: no
-    other kernel runs on the GPU, and the plan's own buffers are as the allocator left them."""
+    other kernel runs on the GPU, and the plan's own buffers are as the allocator left them. But the lists
+    are zeros at first, as in every plan: the attention kernel reads an entry before it knows whether there
+    is one."""
     heads, kv_heads, head_dim = geometry
     batch = make_batch(
         heads=heads,
@@ -586,7 +594,7 @@ def written_once(q_lens, seq_lens, geometry, dtype_kv, mask, words, split, page_
         mask=mask,
         split=split,
     )
-    plan.buffer = torch.empty_like(plan.buffer)
+    plan.buffer = torch.zeros(plan.buffer.shape, dtype=torch.int32).cuda()
     words_device = None if batch.words_device is None else batch.words_device.cuda()
     lse = torch.empty(used, heads, device="cuda")
     plan.update(batch.seq_lens_device.cuda(), batch.start_device.cuda())
@@ -740,7 +748,7 @@ GROUPS = {
     "extreme_logits": extreme_logits,
     "splits": splits,
     "many_tiles": many_tiles,
-    "tiles_of_32": tiles_of_32,
+    "smaller_specs": smaller_specs,
     "soft_caps": soft_caps,
     "windows": windows,
     "marked_values": marked_values,

@@ -28,8 +28,8 @@ run() {
     echo "$name: exit $code, $(grep -c '^FAIL' "$logs/$name.log") failed cases, $summary"
     [ $code -eq 0 ] || failed=1
 }
-run memcheck masks,query_lengths,ragged,windows,splits,many_tiles,tiles_of_32,planner 9
-run racecheck query_lengths,splits,tiles_of_32,planner 13
+run memcheck masks,query_lengths,ragged,windows,splits,many_tiles,smaller_specs,planner 9
+run racecheck query_lengths,splits,smaller_specs,planner 13
 # Every other group writes NaN everywhere first, so that nothing is left to find; and this tool follows each byte of
 # each kernel, torch's too: over a part of those groups it had not ended after 400 s. In this group only ours run.
 run initcheck first_use 1

@@ -31,34 +31,7 @@ CHECK_SPECS = [
         ((256, 6), {}),
         ((256, 6), {"dtype_kv": "float8_e4m3fn"}),
         ((64, 1), {}),
-    )
-]
-
-# Query tiles of 32 rows (csrc/attention.cuh) where they are not the default.
-TILE_32_SPECS = [
-    Spec(
-        head_dim=head_dim,
-        group_size=4,
-        dtype_kv=dtype_kv,
-        max_q_len=16,
-        tile_32=True,
-    )
-    for head_dim, dtype_kv in ((128, "bfloat16"), (64, "bfloat16"), (64, "float8_e4m3fn"))
-]
-
-# Other ways to convert fp8 tiles.
-CONVERT_SPECS = [
-    Spec(
-        head_dim=128,
-        group_size=4,
-        dtype_kv=dtype_kv,
-        max_q_len=16,
-        convert=convert,
-    )
-    for dtype_kv, convert in (
-        ("float8_e4m3fn", "in loop"),
-        ("float8_e4m3fn", "own"),
-        ("float8_e5m2", "own"),
+        ((96, 4), {}),
     )
 ]
 
@@ -70,11 +43,4 @@ BENCH_SPECS = [
     check_spec(256, 6, dtype_kv="float8_e4m3fn"),
 ]
 
-# Other KV tiles and query tiles than the ones attention.cuh picks, for gpu_bench.py --tune.
-TUNE_SPECS = [
-    Spec(head_dim=128, group_size=4, dtype_kv="float8_e4m3fn", tile_32=False),
-    *(s for s in TILE_32_SPECS if s.head_dim == 128),
-    *CONVERT_SPECS,
-]
-
-ALL_SPECS = [*CHECK_SPECS, *BENCH_SPECS, *TILE_32_SPECS, *TUNE_SPECS]
+ALL_SPECS = [*CHECK_SPECS, *BENCH_SPECS]

@@ -6,10 +6,9 @@
 
 #include <cstdint>
 
-#include "attention.cuh"
 #include "block_team.cuh"
 #include "merge.cuh"
-#include "planner.cuh"
+#include "params.cuh"
 #include "tvm/ffi/container/array.h"
 #include "tvm_ffi_utils.h"
 
@@ -103,8 +102,7 @@ void plan(TensorView buffer, TensorView seq_lens, TensorView query_start_loc,
 }
 
 // The merge may start while the attention kernel drains, where the hardware can do that: it saves
-// a launch latency per layer. The attention kernel itself is launched in plain stream order,
-// because the template reads the plan's lists before it waits for its predecessor.
+// a launch latency per layer. The attention kernel itself is launched in plain stream order.
 template <int WARPS>
 cudaError_t launch_merge(const Params& p, const PlanArrays& plan, float* lse, int32_t num_rows,
                          int32_t blocks, cudaStream_t stream) {
@@ -121,16 +119,14 @@ cudaError_t launch_merge(const Params& p, const PlanArrays& plan, float* lse, in
   config.attrs = &attribute;
   config.numAttrs = major >= 9 ? 1 : 0;
   return cudaLaunchKernelEx(&config, merge_partials<kHeadDim, WARPS, DTypeQ>,
-                            static_cast<const DTypeQ*>(p.o.partial), static_cast<const float*>(p.lse),
+                            static_cast<const DTypeQ*>(p.partial_o), static_cast<const float*>(p.lse),
                             static_cast<const PlanHeader*>(plan.header),
-                            static_cast<const MergeRow*>(plan.merge_rows), p.o.output, lse,
+                            static_cast<const MergeRow*>(plan.merge_rows), p.o, lse,
                             num_rows, static_cast<int32_t>(p.num_qo_heads));
 }
 
 // hnd: the KV cache's layout within a page is [heads, tokens] instead of [tokens, heads].
-// mode is the kernel's; causal_words: the words are cut to the causal order, which a kernel of
-// mode kCustom does not do by itself.
-void run(int64_t mode, bool causal_words, Array<int64_t> fields, TensorView buffer, TensorView partial_o,
+void run(int64_t mode, Array<int64_t> fields, TensorView buffer, TensorView partial_o,
          TensorView partial_lse, TensorView q, TensorView k_cache, TensorView v_cache, bool hnd,
          TensorView page_table, Optional<TensorView> mask, TensorView o, Optional<TensorView> lse,
          double sm_scale, double k_scale, double v_scale, Optional<TensorView> k_scale_tensor,
@@ -147,24 +143,18 @@ void run(int64_t mode, bool causal_words, Array<int64_t> fields, TensorView buff
   const cudaStream_t stream = get_stream(q.device());
   const PlanArrays plan = plan_arrays(shape, static_cast<int32_t*>(buffer.data_ptr()));
 
-  // The template prefetches table entries of a whole KV tile and stops at the end of the table as
-  // it knows it. That must be the table given here, which may have fewer rows than were captured.
-  const int32_t table_rows =
-      min_i32(shape.max_requests, static_cast<int32_t>(page_table.size(0)));
-
   Params p{};
   p.q = static_cast<DTypeQ*>(q.data_ptr());
-  p.paged_kv = flashinfer::paged_kv_t<DTypeKV, int32_t>(
-      shape.num_kv_heads, static_cast<uint32_t>(page_size), kHeadDim, table_rows,
-      hnd ? flashinfer::QKVLayout::kHND : flashinfer::QKVLayout::kNHD,
-      static_cast<DTypeKV*>(k_cache.data_ptr()), static_cast<DTypeKV*>(v_cache.data_ptr()),
-      k_cache.strides().data(), static_cast<int32_t*>(page_table.data_ptr()), plan.page_indptr,
-      /*last_page_len=*/nullptr);
+  p.k_cache = static_cast<const DTypeKV*>(k_cache.data_ptr());
+  p.v_cache = static_cast<const DTypeKV*>(v_cache.data_ptr());
+  p.page_table = static_cast<const int32_t*>(page_table.data_ptr());
+  TVM_FFI_ICHECK(use_cache(p, k_cache.size(0), page_size, k_cache.stride(0), k_cache.stride(hnd ? 2 : 1),
+                           k_cache.stride(hnd ? 1 : 2)))
+      << "KV cache: its strides divide by so small a power of two that 32 bits cannot number its tokens' places";
   use_plan(p, shape, plan);
-  p.q_stride_n = static_cast<int32_t>(q.stride(0));
-  p.q_stride_h = static_cast<int32_t>(q.stride(1));
+  p.q_stride_row = static_cast<int32_t>(q.stride(0));
+  p.q_stride_head = static_cast<int32_t>(q.stride(1));
   p.mask_words = mask ? static_cast<const uint64_t*>(mask.value().data_ptr()) : nullptr;
-  p.causal_words = causal_words;
   p.k_scale_ptr =
       k_scale_tensor ? static_cast<const float*>(k_scale_tensor.value().data_ptr()) : nullptr;
   p.v_scale_ptr =
@@ -176,8 +166,8 @@ void run(int64_t mode, bool causal_words, Array<int64_t> fields, TensorView buff
 
   auto* out = static_cast<DTypeQ*>(o.data_ptr());
   float* out_lse = lse ? static_cast<float*>(lse.value().data_ptr()) : nullptr;
-  p.o.partial = p.partition_kv ? static_cast<DTypeQ*>(partial_o.data_ptr()) : out;
-  p.o.output = out;
+  p.partial_o = static_cast<DTypeQ*>(partial_o.data_ptr());
+  p.o = out;
   p.lse = p.partition_kv ? static_cast<float*>(partial_lse.data_ptr()) : out_lse;
 
   cudaError_t status = cudaErrorInvalidValue;

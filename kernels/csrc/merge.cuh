@@ -91,12 +91,13 @@ __global__ void __launch_bounds__(kMergeThreads)
                    DTypeO* __restrict__ o,                  // [num_rows, heads, HEAD_DIM]
                    float* __restrict__ lse,                 // [num_rows, heads] or null
                    int32_t num_rows, int32_t num_heads) {
-  constexpr int kLanes = HEAD_DIM / 8;         // lanes holding one output row, 16 bytes each
+  // Lanes of one output row, 16 bytes each; at 96 elements a quarter of them idles.
+  constexpr int kLanes = HEAD_DIM == 96 ? 16 : HEAD_DIM / 8;
   constexpr int kPerWarp = 32 / kLanes;        // chunks a warp reads at once
   constexpr int kParallel = kPerWarp * WARPS;  // chunks read at once
   constexpr int kAtOnce = 4;                   // of those, one after the other but loaded together
   constexpr uint32_t kPairs = kMergeWarps / WARPS;  // of a block at once
-  static_assert(32 % kLanes == 0, "head_dim must be 64, 128 or 256");
+  static_assert(32 % kLanes == 0 && kLanes * 8 >= HEAD_DIM, "head_dim must be 64, 96, 128 or 256");
   static_assert(kMergeWarps % WARPS == 0, "a pair has its warps in one block");
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -124,6 +125,7 @@ __global__ void __launch_bounds__(kMergeThreads)
 
   const int part = (warp % WARPS) * kPerWarp + lane / kLanes;
   const int column = (lane % kLanes) * 8;
+  const bool holds = kLanes * 8 == HEAD_DIM || column < HEAD_DIM;
   // The same number of turns for all warps of a block: they meet at barriers.
   for (; first < pairs; first += gridDim.x * kPairs) {
     const uint32_t pair = first + warp / WARPS, head = pair % num_heads;
@@ -137,7 +139,7 @@ __global__ void __launch_bounds__(kMergeThreads)
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u) {
         s[u] = -INFINITY;
-        if (c + u * kParallel < parts.count) {
+        if (holds && c + u * kParallel < parts.count) {
           const int64_t at = static_cast<int64_t>(parts.first + c + u * kParallel) * num_heads + head;
           s[u] = partial_lse[at];
           v[u] = *reinterpret_cast<const Pack8<DTypeO>*>(partial_o + at * HEAD_DIM + column);
@@ -171,7 +173,7 @@ __global__ void __launch_bounds__(kMergeThreads)
     if constexpr (WARPS > 1) {
       __shared__ float smem_acc[kMergeWarps][HEAD_DIM];
       __shared__ float smem_m[kMergeWarps], smem_d[kMergeWarps];
-      if (lane < kLanes) {
+      if (lane < kLanes && holds) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) smem_acc[warp][column + i] = state.acc[i];
       }
@@ -190,7 +192,7 @@ __global__ void __launch_bounds__(kMergeThreads)
         for (int w = 0; w < WARPS; ++w) {
           float other[8];
 #pragma unroll
-          for (int i = 0; i < 8; ++i) other[i] = smem_acc[warp + w][column + i];
+          for (int i = 0; i < 8; ++i) other[i] = holds ? smem_acc[warp + w][column + i] : 0.f;
           state.add(smem_m[warp + w], smem_d[warp + w], other);
         }
       }
@@ -198,7 +200,7 @@ __global__ void __launch_bounds__(kMergeThreads)
       __syncthreads();
     }
 
-    if (warp % WARPS == 0 && lane < kLanes && parts.count != 0) {
+    if (warp % WARPS == 0 && lane < kLanes && holds && parts.count != 0) {
       const float inverse = state.d > 0.f ? 1.f / state.d : 0.f;
       Pack8<DTypeO> v;
 #pragma unroll

@@ -172,7 +172,6 @@ struct PlanLayout {
   int64_t q_start;          // [max_requests] first row of each request
   int64_t q_len;            // [max_requests]
   int64_t kv_len;           // [max_requests]
-  int64_t page_indptr;      // [max_requests + 1] start of each page-table row
   int64_t merge_rows;       // [max_rows] of MergeRow
   int64_t block_valid;      // [grid] bytes, bool for the kernel
   int64_t total;            // int32 elements
@@ -194,7 +193,6 @@ SPEC_PLAN_FN PlanLayout plan_layout(const PlanShape& s) {
   l.q_start = take(s.max_requests);
   l.q_len = take(s.max_requests);
   l.kv_len = take(s.max_requests);
-  l.page_indptr = take(s.max_requests + 1);
   l.merge_rows = take(2 * static_cast<int64_t>(s.max_rows));
   l.block_valid = take((s.grid + 3) / 4);
   l.total = at;
@@ -210,7 +208,6 @@ struct PlanArrays {
   int32_t* q_start;
   int32_t* q_len;
   int32_t* kv_len;
-  int32_t* page_indptr;
   MergeRow* merge_rows;
   bool* block_valid;
 };
@@ -226,7 +223,6 @@ SPEC_PLAN_FN PlanArrays plan_arrays(const PlanShape& s, int32_t* base) {
   a.q_start = base + l.q_start;
   a.q_len = base + l.q_len;
   a.kv_len = base + l.kv_len;
-  a.page_indptr = base + l.page_indptr;
   a.merge_rows = reinterpret_cast<MergeRow*>(base + l.merge_rows);
   a.block_valid = reinterpret_cast<bool*>(base + l.block_valid);
   return a;
@@ -304,36 +300,34 @@ SPEC_PLAN_FN int32_t candidate_chunk(const PlanShape& s, const Totals& all, int3
   return max_i32(s.min_chunk, granules * s.granule);
 }
 
-// Estimated time of a chunk size, in KV tokens of one multiprocessor times num_sms. Three things
-// can take the longest:
-//   the memory: a multiprocessor works off its CTAs' tokens at one rate, however many run at once;
-//   a CTA:      alone it cannot use the whole rate, so a wave lasts at least as long as its largest;
-//   the merge:  it reads every chunk of a row one after the other.
-// For the first two there are two upper bounds each: all CTAs as large as the largest, which is
-// exact when lengths are equal, and Graham's bound for list scheduling, which is close when they
-// are not; the smaller one counts. The constants were fitted to times measured on an H200
-// (tests/kernels/split_times.json).
+// Estimated time of a chunk size, in KV tokens of one multiprocessor.
+//   A wave of CTAs lasts as long as a multiprocessor needs for the tokens of all that it has, at one rate however
+//   many run at once, but no less than a CTA needs alone, which cannot use the whole rate.
+//   The last wave has fewer CTAs, so that its multiprocessors have fewer each, and it lasts as long as the longest
+//   chunk. Those before it are as long as the mean one.
+//   The merge costs about a CTA, and reads every chunk of a row one after the other.
+// The constants were fitted to times measured on an H200 (tests/kernels/split_times.json).
 SPEC_PLAN_FN int64_t plan_cost(const PlanShape& s, const Totals& all, int32_t chunk,
                                int32_t ctas) {
-  const int32_t wave = max_i32(1, s.wave_ctas);
-  const int64_t sms = s.num_sms, n = ctas;
   // A CTA works in whole KV tiles; min_chunk is one, or two where they are small.
-  const int64_t largest = ceil_div_i32(min_i32(chunk, all.longest), s.min_chunk) * s.min_chunk;
-  const int64_t work = all.tokens + n * s.cta_tokens;
-  // A grid times the KV heads is a number of CTAs that can be launched, so it has 31 bits; a division of
-  // 64 bits is a subroutine on a GPU.
-  const int32_t per_sm = ceil_div_i32(ctas * s.num_kv_heads, s.num_sms);
-  const int64_t even = per_sm * (largest + s.cta_tokens) * sms;
-  const int64_t uneven = work * s.num_kv_heads + largest * sms;
-  const int64_t shared = even < uneven ? even : uneven;
-  const int64_t slow = div_i64(largest * s.lone_percent, 100);
-  const int64_t even_waves = ceil_div_i32(ctas, wave) * (slow + s.cta_tokens) * sms;
-  const int64_t uneven_waves =
-      (div_i64(div_i64(all.tokens * s.lone_percent, 100) + n * s.cta_tokens, wave) + slow) * sms;
-  const int64_t alone = even_waves < uneven_waves ? even_waves : uneven_waves;
+  const auto whole = [&](int32_t tokens) { return ceil_div_i32(tokens, s.min_chunk) * s.min_chunk; };
+  const int32_t largest = whole(min_i32(chunk, all.longest));
+  // A division of 64 bits is a subroutine on a GPU.
+  const int64_t tokens = all.tokens;
+  const int32_t mean = whole(tokens < INT32_MAX ? ceil_div_i32(static_cast<int32_t>(tokens), ctas)
+                                                : static_cast<int32_t>(div_i64(tokens + ctas - 1, ctas)));
+  const int32_t wave = max_i32(1, s.wave_ctas);
+  const int32_t full = div_i32(ctas - 1, wave), last = ctas - full * wave;
+  // A grid times the KV heads is a number of CTAs that can be launched, so it has 31 bits.
+  const auto lasts = [&](int32_t count, int32_t longest) {
+    const int64_t each = static_cast<int64_t>(mean) + s.cta_tokens;
+    const int64_t shared = ceil_div_i32(count * s.num_kv_heads, s.num_sms) * each;
+    const int64_t alone = div_i64((static_cast<int64_t>(longest) + s.cta_tokens) * s.lone_percent, 100);
+    return shared > alone ? shared : alone;
+  };
   const int64_t pieces = ceil_div_i32(all.longest, chunk);
-  const int64_t merge = pieces > 1 ? pieces * s.merge_tokens * sms : 0;
-  return (shared > alone ? shared : alone) + merge;
+  const int64_t merge = pieces > 1 ? s.cta_tokens + pieces * s.merge_tokens : 0;
+  return full * lasts(wave, mean) + lasts(last, largest) + merge;
 }
 
 // What candidate k costs if its chunks make `ctas` CTAs per KV head.
@@ -421,9 +415,7 @@ SPEC_PLAN_FN void make_plan(Team& team, const PlanShape& s, const int32_t* seq_l
   // planner even if the caller's buffers already hold the next step's.
   Totals mine;
 SPEC_PLAN_ONCE
-  for (int32_t i = team.rank(); i <= s.max_requests; i += team.size()) {
-    out.page_indptr[i] = i * s.page_table_stride;
-    if (i == s.max_requests) break;
+  for (int32_t i = team.rank(); i < s.max_requests; i += team.size()) {
     int32_t begin = 0, q_len = 0, kv_len = 0;
     if (i < num_requests) {
       begin = query_start_loc[i];

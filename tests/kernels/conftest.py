@@ -46,7 +46,7 @@ def planner(tmp_path_factory) -> Planner:
 
 
 class Device:
-    """csrc/block_team.cuh, merge.cuh and fp8.cuh on emulated thread blocks (emulated/cuda_runtime.h)."""
+    """csrc/block_team.cuh and merge.cuh on emulated thread blocks (emulated/cuda_runtime.h)."""
 
     def __init__(self, folder: Path) -> None:
         library = folder / "device.so"
@@ -80,12 +80,6 @@ class Device:
         )
         assert list(buffer[elements:]) == [UNTOUCHED] * GUARD, "the planner wrote past its buffer"
         return spec_mask.unpack(shape, list(buffer[:elements]))
-
-    def convert_fp8(self, exponent_bits: int, elements: bytes) -> tuple[bytes, int]:
-        """Four bytes as four bf16, and the exponent of two that these lack."""
-        words = (ctypes.c_uint32 * 2)()
-        bias = self._library.convert_fp8(exponent_bits, int.from_bytes(elements, "little"), words)
-        return bytes(words), bias
 
     def merge_launch(self, pairs: int, num_sms: int) -> tuple[int, int]:
         """(warps per pair, blocks) of a merge of so many (row, head) pairs."""

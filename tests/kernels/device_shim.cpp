@@ -1,9 +1,7 @@
-// csrc/block_team.cuh, csrc/merge.cuh and csrc/fp8.cuh as the GPU runs them, on emulated thread blocks
-// (emulated/cuda_runtime.h).
+// csrc/block_team.cuh and csrc/merge.cuh as the GPU runs them, on emulated thread blocks (emulated/cuda_runtime.h).
 #include <vector>
 
 #include "block_team.cuh"
-#include "fp8.cuh"
 #include "merge.cuh"
 
 using namespace spec_mask;
@@ -64,20 +62,11 @@ int32_t merge(int32_t head_dim, int32_t warps, int32_t blocks, const float* part
   header.direct = direct;
   return emulated::guarded([&] {
     const auto kernel = head_dim == 64    ? merge_blocks<64>
+                        : head_dim == 96  ? merge_blocks<96>
                         : head_dim == 128 ? merge_blocks<128>
                                           : merge_blocks<256>;
     kernel(MergeLaunch{warps, blocks}, partial_o, partial_lse, &header, rows, o, lse, num_rows, num_heads, seed);
   });
-}
-
-// 4 elements of one byte as 4 bf16, and the exponent of two that all of them lack.
-int32_t convert_fp8(int32_t exponent_bits, uint32_t x, uint32_t* words) {
-  if (exponent_bits == 4) {
-    fp8_to_bf16_words<4>(x, words[0], words[1]);
-    return kFp8Bias<4>;
-  }
-  fp8_to_bf16_words<5>(x, words[0], words[1]);
-  return kFp8Bias<5>;
 }
 
 // The sum of 0..63 in both warps by way of shared memory, and three ways to get it wrong, which the

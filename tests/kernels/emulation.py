@@ -1,12 +1,8 @@
-"""The real attention kernels on the CPU: FlashInfer's FA2 template with our variant, compiled with g++.
-
-The template's code is taken as it is installed, but for the PTX that it wraps in mma.cuh, cp_async.cuh and
-math.cuh (emulated/flashinfer_warp.h has those), and for `template` keywords that nvcc does not ask for and
-g++ does, which are put into a copy.
+"""The real attention kernels on the CPU, compiled with g++, but for the PTX that FlashInfer wraps in mma.cuh,
+cp_async.cuh and math.cuh: emulated/flashinfer_warp.h has that.
 """
 
 import ctypes
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -21,9 +17,6 @@ HERE = Path(__file__).parent
 MODES = {"full": 0, "causal": 1, "bits": 2}
 #: As a small GPU: grids stay small, and are still larger than one wave.
 NUM_SMS, CTAS_PER_SM = 4, 2
-# A call of a member template: x.name<...>( and type<...>::cast<...>(.
-MEMBER = re.compile(r"(\w|\)|\])(\.|->)(?!template\b)([A-Za-z_]\w*)<([^<>;=&|(){}]*)>\(")
-CAST = re.compile(r">::(?!template\b)cast<(\w+)>\(")
 
 
 def missing() -> str | None:
@@ -35,40 +28,36 @@ def missing() -> str | None:
     return None
 
 
-def copy_template(folder: Path, data: Path) -> Path:
-    """FlashInfer's headers as g++ takes them; returns the include folder."""
-    source, target = data / "include" / "flashinfer", folder / "flashinfer"
-    names = [*source.glob("*.cuh"), *source.glob("*.h"), *source.glob("attention/*.cuh")]
-    for path in names:
-        text = MEMBER.sub(r"\1\2template \3<\4>(", path.read_text())
-        copy = target / path.relative_to(source)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(CAST.sub(r">::template cast<\1>(", text))
-    return folder
-
-
 class Kernels:
     """The compiled kernels of a spec, and the planner that goes with them."""
 
-    def __init__(self, spec, folder: Path, template: Path, version: str | None = None) -> None:
+    def __init__(self, spec, folder: Path, data: Path | None = None, arch: str = "8.6") -> None:
+        """``data``: FlashInfer's data folder, of the installed release by default."""
         folder.mkdir(parents=True, exist_ok=True)
         self.spec, self.planner = spec, HostPlanner(folder)
-        arch = build.Arch.parse("8.6")
-        build.write_sources(spec, arch, folder)
-        flags = [
-            f for f in build.cuda_flags(arch, version or build.flashinfer_version()) if f.startswith("-D")
-        ]
-        own = [HERE / "emulated", build.CSRC, folder, template]
-        packages = [*ptxas.package_includes(build.flashinfer_data()), Path(build.cuda_home()) / "include"]
+        build.write_sources(spec, build.Arch.parse(arch), folder)
+        own = [HERE / "emulated", build.CSRC, folder]
+        data = data or build.flashinfer_data()
+        packages = [*ptxas.package_includes(data), Path(build.cuda_home()) / "include"]
         includes = [*(f"-I{p}" for p in own), *(f for p in packages for f in ("-isystem", str(p)))]
+        # The order that is cheapest where an instruction converts two neighbours.
+        self.keys_in_order = spec.dtype_kv == "float8_e4m3fn" and arch >= "8.9"
         library = folder / "attention.so"
-        # The template's warnings are not ours, and it calls names that only a GPU's headers declare.
         # Variables are each library's own: two specs have different ones of the same name.
-        flags += ["-std=c++20", "-O1", "-w", "-fpermissive", "-shared", "-fPIC", "-fno-gnu-unique"]
+        flags = ["-std=c++20", "-O1", "-Wno-unknown-pragmas", "-shared", "-fPIC", "-fno-gnu-unique"]
         source = str(HERE / "attention_shim.cpp")
         subprocess.run(["g++", *flags, *includes, source, "-o", str(library)], check=True)
         self.code = ctypes.CDLL(str(library))
         self.code.fault.restype = ctypes.c_char_p
+
+    def convert(self, elements: bytes):
+        """Pairs (places of the four elements, their fp64 values): of values, then of keys."""
+        words = (ctypes.c_uint32 * 4)()
+        power = self.code.convert(int.from_bytes(elements, "little"), words)
+        halves = torch.frombuffer(bytearray(words), dtype=torch.float16).double() * 2.0**power
+        apart = [0, 2, 1, 3]  # at even places, then at odd ones
+        keys = [0, 1, 2, 3] if self.keys_in_order else apart
+        return [(apart, halves[:4]), (keys, halves[4:])]
 
 
 class Plan:
@@ -89,8 +78,6 @@ class Plan:
             (max(partial_rows, 1), heads, module.spec.head_dim), float("nan"), dtype=dtype
         )
         self.partial_lse = torch.full((max(partial_rows, 1), heads), float("nan"))
-
-    words_mask = spec_mask.Plan.words_mask
 
     def check(self) -> None:
         assert self.lists["header"][3] == 0, "the planner found fault with the lengths"
@@ -129,8 +116,7 @@ def run(
     scale = spec.head_dim**-0.5 if sm_scale is None else sm_scale
     numbers = (scale, float(k_scale), float(v_scale), soft_cap)
     failed = code.run(
-        MODES[plan.mask if mask is None else plan.words_mask],
-        plan.mask == "causal",
+        MODES[plan.mask],
         raw_shape(plan.shape),
         at(plan.buffer),
         at(plan.partial_o),
@@ -140,9 +126,9 @@ def run(
         at(v_cache),
         strides,
         layout == "HND",
+        ctypes.c_int64(k_cache.shape[0]),
         k_cache.shape[2 if layout == "HND" else 1],
         at(page_table),
-        min(plan.shape["max_requests"], page_table.shape[0]),
         at(mask),
         at(out),
         at(lse),

@@ -1,11 +1,5 @@
 """Compiles single units without linking and reads registers and spills from ptxas; cached.
 
-    python tests/kernels/ptxas.py > tests/kernels/ptxas_baseline.json
-
-writes what FlashInfer's own batch prefill module needs, per architecture, KV dtype, query tile and
-KV tile: its generated unit for paged caches and causal masks, with its own flags. The file in the
-repository was made by that command with FlashInfer 0.6.16.post3 and nvcc 13.0.
-
 Results are kept outside the checkout, in VLLM_SPECPATCH_TEST_CACHE or ~/.cache/vllm-specpatch, under
 a digest of the preprocessed text, so that a run compiles only what a change can have changed.
 """
@@ -19,7 +13,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,10 +34,7 @@ ENTRY = re.compile(
     r"\s*\d+ bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads\n"
     r"ptxas info\s+: Used (?P<registers>\d+) registers"
 )
-# CTA_TILE_Q, NUM_MMA_Q, NUM_MMA_KV are the first numbers of KernelTraits.
-TRAITS = re.compile(
-    r"(?:BatchPrefillWithPagedKVCacheKernel|attention_kernel).*?KernelTraits\w*?ILNS\d?_8MaskModeE(\d)ELj(\d+)ELj(\d+)ELj(\d+)E"
-)
+KERNEL = re.compile(r"stream_kernelILNS\d?_8MaskModeE(\d)ELj(\d+)E")
 
 # nvdisasm: a label, an instruction, its operation behind a predicate, a jump.
 LABEL = re.compile(r"\s*\.(L_x_\d+):")
@@ -60,17 +50,15 @@ def cache_folder() -> Path:
 
 
 def parse(log: str) -> list[dict]:
-    """The paged prefill kernels in ptxas output: mode, tile_q, mma_kv, registers, spilled bytes."""
+    """The attention kernels in ptxas output: mode, tile_q, registers, spilled bytes."""
     rows = []
     for entry in ENTRY.finditer(log):
-        traits = TRAITS.search(entry["name"])
-        if traits:
+        if kernel := KERNEL.search(entry["name"]):
             rows.append(
                 {
                     "sm": entry["sm"],
-                    "mode": int(traits[1]),
-                    "tile_q": int(traits[2]),
-                    "mma_kv": int(traits[4]),
+                    "mode": int(kernel[1]),
+                    "tile_q": int(kernel[2]),
                     "registers": int(entry["registers"]),
                     "spilled": int(entry["stores"]) + int(entry["loads"]),
                 }
@@ -138,10 +126,11 @@ class Kernel:
 
 
 def disassemble(spec, arch: build.Arch, folder: Path, name: str) -> Kernel:
-    """The kernel of one unit, by nvdisasm. The main loop is the longest backward jump's."""
+    """The kernel of one unit, by nvdisasm. The main loop is that of the shortest backward jump over all
+    matrix products."""
     folder.mkdir(parents=True, exist_ok=True)
     source = next(s for s in build.write_sources(spec, arch, folder) if s.name == name)
-    flags = unit_flags(arch, build.flashinfer_version())
+    flags = unit_flags(arch)
     includes = [f"-I{p}" for p in (build.CSRC, folder, *package_includes(build.flashinfer_data()))]
     cubin = folder / f"{name}.cubin"
     subprocess.run(
@@ -158,7 +147,9 @@ def disassemble(spec, arch: build.Arch, folder: Path, name: str) -> Kernel:
         elif instruction := INSTRUCTION.match(line):
             code.append(instruction[1])
     jumps = [(labels[m[1]], i) for i, line in enumerate(code) if (m := JUMP.search(line))]
-    start, end = max(((a, b) for a, b in jumps if a < b), key=lambda jump: jump[1] - jump[0])
+    products = [i for i, line in enumerate(code) if "HMMA" in line]
+    around = [(a, b) for a, b in jumps if a <= products[0] and products[-1] <= b]
+    start, end = min(around, key=lambda jump: jump[1] - jump[0])
     return Kernel(code, range(start, end + 1))
 
 
@@ -195,9 +186,9 @@ def common_flags(arch: build.Arch) -> list[str]:
     ]
 
 
-def unit_flags(arch: build.Arch, version: str) -> list[str]:
+def unit_flags(arch: build.Arch) -> list[str]:
     """All flags of our units, with one code for one architecture."""
-    return [*common_flags(arch), *(f for f in build.cuda_flags(arch, version) if "gencode" not in f)]
+    return [*common_flags(arch), *(f for f in build.cuda_flags(arch) if "gencode" not in f)]
 
 
 def compile_spec(spec, arch: build.Arch, folder: Path, *, version=None, data=None, only=None) -> list[dict]:
@@ -210,8 +201,8 @@ def compile_spec(spec, arch: build.Arch, folder: Path, *, version=None, data=Non
         for s in build.write_sources(spec, arch, folder)
         if (s.name in only if only is not None else s.name != "binding.cu")
     ]
-    flags = unit_flags(arch, version)
-    key = f"{version} {build.template_digest(data)}"
+    flags = unit_flags(arch)
+    key = f"{version} {build.headers_digest(data)}"
     includes = package_includes(data)
 
     def one(source):
@@ -219,42 +210,3 @@ def compile_spec(spec, arch: build.Arch, folder: Path, *, version=None, data=Non
 
     with ThreadPoolExecutor(JOBS) as pool:
         return [row for rows in pool.map(one, sources) for row in rows]
-
-
-def flashinfer_baseline() -> dict:
-    os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "8.0")
-    import torch
-    from flashinfer.jit.attention.modules import gen_batch_prefill_module
-
-    result = {
-        "command": "python tests/kernels/ptxas.py",
-        "flashinfer": build.flashinfer_version(),
-        "kernels": [],
-    }
-    tasks = []
-    for head_dim in (128, 256):
-        for name, dtype in (("bfloat16", torch.bfloat16), ("float8_e4m3fn", torch.float8_e4m3fn)):
-            bf16 = torch.bfloat16
-            jit = gen_batch_prefill_module(
-                "fa2", bf16, dtype, bf16, torch.int32, head_dim, head_dim, 0, False, False, False
-            )
-            unit = next(s for s in jit.sources if "paged_kernel_mask_1" in s.name)
-            tasks += [(head_dim, name, unit, build.Arch.parse(arch)) for arch in ARCHS]
-    key = f"{build.flashinfer_version()} {build.template_digest(build.flashinfer_data())}"
-
-    def one(task):
-        head_dim, name, unit, arch = task
-        log = compile_unit(
-            unit, common_flags(arch), [unit.parent], package_includes(build.flashinfer_data()), key
-        )
-        print(head_dim, name, arch.name, file=sys.stderr, flush=True)
-        return [{"head_dim": head_dim, "dtype_kv": name, **row} for row in parse(log)]
-
-    with ThreadPoolExecutor(JOBS) as pool:
-        result["kernels"] = [row for rows in pool.map(one, tasks) for row in rows]
-    return result
-
-
-if __name__ == "__main__":
-    text = json.dumps(flashinfer_baseline())
-    print(text.replace('{"head_dim"', '\n{"head_dim"'))

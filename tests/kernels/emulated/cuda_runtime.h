@@ -25,6 +25,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <random>
@@ -111,6 +112,16 @@ class Block {
     thread.wait = Wait::none;
   }
 
+  // Barrier that tells whether some thread said yes. Three slots: who is still to read the last answer has
+  // not come here, and the one before it has been read by all.
+  bool block_or(bool yes) {
+    const uint32_t at = barrier_;
+    either_[(at + 1) % 3] = false;
+    either_[at % 3] = either_[at % 3] || yes;
+    block_barrier();
+    return either_[at % 3];
+  }
+
   // Every lane's word, once all live lanes have come here.
   const uint64_t* exchange(uint32_t mask, uint64_t word) {
     Thread& thread = threads_[running_];
@@ -132,11 +143,37 @@ class Block {
 
   uint32_t lane() const { return running_ % 32; }
 
+  // An asynchronous copy of this thread, and the end of a group of them. A group is done at once or when it is
+  // waited for, whichever is drawn: code that does not wait reads what is not there yet, and code that reuses the place
+  // too early overwrites what others still read.
+  void copy_later(std::function<void()> copy) { threads_[running_].copies.push_back(std::move(copy)); }
+  void commit_copies() {
+    Thread& thread = threads_[running_];
+    thread.groups.push_back(std::move(thread.copies));
+    thread.copies.clear();
+    if (order_() % 2 == 0) finish(thread.groups.back());
+  }
+  void wait_copies(size_t but) {
+    auto& groups = threads_[running_].groups;
+    while (groups.size() > but) {
+      finish(groups.front());
+      groups.pop_front();
+    }
+  }
+
   static inline Block* current = nullptr;
 
  private:
   enum class Wait { none, block, warp };
+  using Copies = std::vector<std::function<void()>>;
+  static void finish(Copies& copies) {
+    for (const auto& copy : copies) copy();
+    copies.clear();
+  }
+
   struct Thread {
+    Copies copies;              // not yet in a group
+    std::deque<Copies> groups;  // not yet waited for
     ucontext_t context;  // where it starts
     jmp_buf place;       // where it waits
     bool started = false;
@@ -200,6 +237,7 @@ class Block {
   const std::function<void()>& body_;
   jmp_buf scheduler_;
   uint32_t running_ = 0, live_, arrived_ = 0, barrier_ = 0;
+  bool either_[3] = {};
   std::string error_;
 };
 
@@ -255,6 +293,8 @@ T fold(uint32_t mask, T value, Combine combine) {
 
 }  // namespace emulated
 
+inline void __syncwarp() { (void)emulated::exchange(0xffffffffu, 0); }
+inline int __syncthreads_or(int yes) { return emulated::Block::current->block_or(yes != 0); }
 inline void __syncthreads() { emulated::Block::current->block_barrier(); }
 
 template <typename T>
@@ -316,5 +356,15 @@ auto max(A a, B b) {
 template <typename T>
 T __ldg(const T* pointer) {
   return *pointer;
+}
+inline float __uint_as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+inline uint32_t __float_as_uint(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
 }
 #endif

@@ -1,15 +1,11 @@
 // FlashInfer's wrappers of PTX (mma.cuh, cp_async.cuh, math.cuh) on emulated warps: the same names and
 // arguments, written from the PTX ISA's descriptions of the instructions. Included in their place, with their
-// include guards defined. Only what the FA2 template uses.
+// include guards defined. Only what csrc/stream.cuh uses.
 #pragma once
 
 #define FLASHINFER_MMA_CUH_
 #define FLASHINFER_CP_ASYNC_CUH_
 #define FLASHINFER_MATH_CUH_
-#define FLASHINFER_RUNTIME_ASSERT(x) throw emulated::Fault(x)
-// As from sm_90 on. Without it the template writes a fragment to shared memory and reads it back with no
-// __syncwarp() between, counting on lanes that run in step; those here do not.
-#define FLASHINFER_STMATRIX_M8N8X4_ENABLED
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -26,42 +22,21 @@ namespace cp_async {
 enum class SharedMemFillMode { kFillZero, kNoFill };
 enum class PrefetchMode { kNoPrefetch, kPrefetch };
 
-// A copy is done at once. What a missing wait would read too early is not found here.
-inline void commit_group() {}
+inline void commit_group() { emulated::Block::current->commit_copies(); }
 template <size_t n>
-void wait_group() {}
-
-inline void copy(void* smem, const void* gmem, size_t bytes, bool predicate, bool zero) {
-  if (predicate) {
-    std::memcpy(smem, gmem, bytes);
-  } else if (zero) {
-    std::memset(smem, 0, bytes);
-  }
+void wait_group() {
+  emulated::Block::current->wait_copies(n);
 }
 
-template <PrefetchMode, typename T>
-void load_128b(T* smem, const T* gmem) {
-  copy(smem, gmem, 16, true, false);
-}
 template <PrefetchMode, SharedMemFillMode fill, typename T>
 void pred_load_128b(T* smem, const T* gmem, bool predicate) {
-  copy(smem, gmem, 16, predicate, fill == SharedMemFillMode::kFillZero);
-}
-template <size_t bits, PrefetchMode, typename T>
-void load(T* smem, const T* gmem) {
-  copy(smem, gmem, bits / 8, true, false);
-}
-template <size_t bits, PrefetchMode, SharedMemFillMode fill, typename T>
-void pred_load(T* smem, const T* gmem, bool predicate) {
-  copy(smem, gmem, bits / 8, predicate, fill == SharedMemFillMode::kFillZero);
-}
-template <PrefetchMode, SharedMemFillMode fill, typename T>
-void pred_load_128b_from_64b(T* smem, const T* gmem, bool predicate) {
-  copy(smem, gmem, 8, predicate, fill == SharedMemFillMode::kFillZero);
-}
-template <SharedMemFillMode fill>
-void pred_load_32b(uint32_t* smem, const uint32_t* gmem, bool predicate) {
-  copy(smem, gmem, 4, predicate, fill == SharedMemFillMode::kFillZero);
+  emulated::Block::current->copy_later([=] {
+    if (predicate) {
+      std::memcpy(smem, gmem, 16);
+    } else if (fill == SharedMemFillMode::kFillZero) {
+      std::memset(smem, 0, 16);
+    }
+  });
 }
 
 }  // namespace cp_async
@@ -69,17 +44,10 @@ void pred_load_32b(uint32_t* smem, const uint32_t* gmem, bool predicate) {
 namespace math {
 
 constexpr float log2e = 1.44269504088896340736f;
-constexpr float loge2 = 0.693147180559945309417f;
-constexpr float inf = 5e4;  // FlashInfer's stand-in for infinity
 
 inline float ptx_exp2(float x) { return std::exp2(x); }
 inline float ptx_log2(float x) { return std::log2(x); }
 inline float ptx_rcp(float x) { return 1.f / x; }
-inline float rsqrt(float x) { return 1.f / std::sqrt(x); }
-inline float tanh(float x) { return std::tanh(x); }
-inline half2 ptx_exp2(half2) { throw emulated::Fault("fp16 logits are not emulated"); }
-inline half2 shfl_xor_sync(half2 x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
-inline float shfl_xor_sync(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 
 }  // namespace math
 
@@ -128,36 +96,8 @@ void ldmatrix_m8n8x4(Word* R, T* row) {
   load_matrices<false, 0, 1, 2, 3>(R, row);
 }
 template <typename T>
-void ldmatrix_m8n8x4_left_half(Word* R, T* row) {
-  load_matrices<false, 0, 2>(R, row);
-}
-template <typename T>
-void ldmatrix_m8n8x4_right_half(Word* R, T* row) {
-  load_matrices<false, 1, 3>(R, row);
-}
-template <typename T>
 void ldmatrix_m8n8x4_trans(Word* R, T* row) {
   load_matrices<true, 0, 1, 2, 3>(R, row);
-}
-template <typename T>
-void ldmatrix_m8n8x4_trans_left_half(Word* R, T* row) {
-  load_matrices<true, 0, 1>(R, row);
-}
-template <typename T>
-void ldmatrix_m8n8x4_trans_right_half(Word* R, T* row) {
-  load_matrices<true, 2, 3>(R, row);
-}
-
-// stmatrix: the reverse of ldmatrix.
-template <typename T>
-void stmatrix_m8n8x4(Word* R, T* row) {
-  const Warp<4> warp(R);
-  const uint32_t lane = emulated::Block::current->lane();
-  auto* to = reinterpret_cast<uint16_t*>(row);
-  for (uint32_t c = 0; c < 8; ++c) {
-    to[c] = half_of(warp.words[(lane % 8) * 4 + c / 2][lane / 8], c % 2);
-  }
-  leave_together();
 }
 
 template <typename T>
@@ -198,11 +138,6 @@ void m16k16_rowsum_f16f16f32(float* d, DType* s) {
   for (uint32_t i = 0; i < 2; ++i) {
     for (uint32_t k = 0; k < 16; ++k) d[i] += left<DType>(a, lane / 4 + 8 * i, k);
   }
-}
-
-template <MMAMode mode = MMAMode::kInplaceUpdate>
-void mma_sync_m16n16k16_row_col_f16f16f16(Word*, Word*, Word*) {
-  throw emulated::Fault("fp16 accumulators are not emulated");
 }
 
 }  // namespace mma
