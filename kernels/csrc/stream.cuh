@@ -225,9 +225,9 @@ struct StreamKernel : StreamLayout<TILE_Q> {
     return reinterpret_cast<float*>(smem + L::kUsed - L::kRowBytes);
   }
 
-  // Where chunk `chunk + step` of row `row + later` lies in a tile with this pitch: the chunk's number is XORed with
-  // some bits of the row's. `step` and `later` are known when compiling, and have no bit in common with
-  // the other two: the addresses of an unrolled loop differ by constants, and few of them are XORed.
+  // Where chunk `chunk + step` of row `row + later` lies in a tile with this pitch: the chunk's number is XORed
+  // with some bits of the row's. `step` and `later` are known when compiling, and have no bit in common with the
+  // other two: the addresses of an unrolled loop differ by constants, and few of them are XORed.
   template <uint32_t PITCH>
   static __device__ __forceinline__ uint32_t place(uint32_t row, uint32_t chunk, uint32_t step = 0,
                                                    uint32_t later = 0) {
@@ -357,7 +357,7 @@ struct StreamKernel : StreamLayout<TILE_Q> {
     }
     // 2^14 over the largest power of two in it, kept within what a float's exponent can say.
     const int32_t exponent = static_cast<int32_t>(__float_as_uint(most) >> 23) - 127;
-    const int32_t power = max(-100, min(100, 14 - exponent));
+    const int32_t power = max(-126, min(100, 14 - exponent));
     const float scale = __uint_as_float(static_cast<uint32_t>(power + 127) << 23);
 #pragma unroll
     for (int k = 0; k < 8; ++k) {

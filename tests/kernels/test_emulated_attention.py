@@ -77,7 +77,7 @@ def test_attention(compiled, name, arch, monkeypatch):
     assert probe.check(compiled(name, arch), "cpu") >= 3 * len(spec.masks) * len(spec.tiles)
 
 
-@pytest.mark.parametrize("magnitude", [1e-30, 3e4, 1e30])
+@pytest.mark.parametrize("magnitude", [1e-30, 3e4, 5e37])
 def test_queries_of_any_size_meet_an_fp8_cache(compiled, magnitude):
     """They become fp16, whose range is smaller than that of bf16."""
     batch = probe.Batch(SPECS["fp8"], "causal", 32, False, seed=5)

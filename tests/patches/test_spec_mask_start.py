@@ -96,7 +96,7 @@ def test_a_kernel_that_is_wrong_on_this_gpu_never_serves(any_route_bench, loaded
 def test_layers_that_the_kernels_do_not_do_are_found_before_the_promise(any_route_bench, loaded):
     def change(config):
         for layer in config.compilation_config.static_forward_context.values():
-            layer.impl.head_size = 96
+            layer.impl.head_size = 80
 
     _, support = asked_first(any_route_bench, change)
     assert support == "UNIFORM_SINGLE_TOKEN_DECODE"
