@@ -21,6 +21,7 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -530,40 +531,52 @@ def worker(args) -> int:
     return 0
 
 
+class Stopped(Exception):
+    """SIGTERM, as from timeout(1): what has been measured is still written."""
+
+
+def stop(*_) -> None:
+    raise Stopped
+
+
 def supervise(args) -> dict:
     """Starts workers until every case has run, faulted, or the time is over."""
     with tempfile.TemporaryDirectory() as folder:
         rows, progress, report = (Path(folder) / name for name in ("rows", "progress", "report"))
         rows.touch()
-        faults, todo = [], args.todo
+        faults, todo, stopped = [], args.todo, False
         while todo and time.time() < args.deadline:
             progress.write_text(json.dumps({"case": -1, "step": "start"}))
-            done = subprocess.run(
-                [
-                    sys.executable,
-                    __file__,
-                    "--worker",
-                    "--deadline",
-                    str(args.deadline),
-                    "--per-case",
-                    str(args.per_case),
-                    "--contenders",
-                    args.contenders,
-                    "--match",
-                    args.match,
-                    "--rows",
-                    str(rows),
-                    "--progress",
-                    str(progress),
-                    "--report",
-                    str(report),
-                    "--todo",
-                    ",".join(map(str, todo)),
-                    *(["--tune"] if args.tune else []),
-                ],
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+            try:
+                done = subprocess.run(
+                    [
+                        sys.executable,
+                        __file__,
+                        "--worker",
+                        "--deadline",
+                        str(args.deadline),
+                        "--per-case",
+                        str(args.per_case),
+                        "--contenders",
+                        args.contenders,
+                        "--match",
+                        args.match,
+                        "--rows",
+                        str(rows),
+                        "--progress",
+                        str(progress),
+                        "--report",
+                        str(report),
+                        "--todo",
+                        ",".join(map(str, todo)),
+                        *(["--tune"] if args.tune else []),
+                    ],
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            except Stopped:
+                stopped = True
+                break
             if done.returncode == 0:
                 break
             last = json.loads(progress.read_text())
@@ -587,7 +600,7 @@ def supervise(args) -> dict:
             **result,
             "tune" if args.tune else "cases": lines,
             "faults": faults,
-            "stopped_for_time": time.time() >= args.deadline,
+            "stopped_for_time": stopped or time.time() >= args.deadline,
         }
 
 
@@ -615,6 +628,7 @@ def main() -> int:
     if args.worker:
         args.deadline, args.todo = float(args.deadline), [int(i) for i in args.todo.split(",")]
         return worker(args)
+    signal.signal(signal.SIGTERM, stop)
     args.deadline = time.time() + args.seconds
     every = tune_cases() if args.tune else spread(cases())
     args.todo = [i for i, case in enumerate(every) if args.match in str(case)]

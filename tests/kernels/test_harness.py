@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -125,3 +127,24 @@ def test_a_fault_is_named_and_the_other_cases_run(scripts, monkeypatch, tmp_path
     assert fault["what"] == f"{order[bad]}: native"
     assert fault["said"] == ["AcceleratorError: CUDA error: bad"]
     assert report["gpu"] == "none"
+
+
+def test_what_was_measured_is_written_when_the_time_is_up(scripts, monkeypatch, tmp_path):
+    """timeout(1) ends a benchmark whose last case takes longer than was thought."""
+    _, bench = scripts
+
+    def worker(command, **options):
+        option = dict(zip(command, command[1:], strict=False))
+        Path(option["--rows"]).write_text(json.dumps({"index": 7, "kv_bytes": 1}) + "\n")
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("the signal ends the wait for the worker")
+
+    monkeypatch.setattr(bench.subprocess, "run", worker)
+    monkeypatch.setattr(sys, "argv", ["gpu_bench.py", "--seconds", "60", "--out", str(tmp_path)])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert bench.main() == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    report = json.loads((tmp_path / "bench.json").read_text())
+    assert [row["index"] for row in report["cases"]] == [7] and report["stopped_for_time"]
