@@ -125,7 +125,7 @@ class Spec:
     ``max_q_len``    longest query the module will see; with the group size it decides which query
                      tiles are built
     ``words``        build words into the causal kernels, for draft trees; chains need none, and the main
-                     loop has twice the instructions with them. Kernels of kind "bits" have them anyway
+                     loop has a third more instructions with them. Kernels of kind "bits" have them anyway
     ``tokens``, ``stages``
                      for measurements: KV tokens of a group's tile (16 or 32) and tiles in shared
                      memory (2 to 4), see StreamLayout in csrc/stream.cuh. 0 leaves the choice to it

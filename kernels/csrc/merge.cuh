@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kMergeThreads)
 
   const int part = (warp % WARPS) * kPerWarp + lane / kLanes;
   const int column = (lane % kLanes) * 8;
-  const bool holds = kLanes * 8 == HEAD_DIM || column < HEAD_DIM;
+  const bool holds = column < HEAD_DIM;
   // The same number of turns for all warps of a block: they meet at barriers.
   for (; first < pairs; first += gridDim.x * kPairs) {
     const uint32_t pair = first + warp / WARPS, head = pair % num_heads;

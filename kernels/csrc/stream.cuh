@@ -196,6 +196,8 @@ struct StreamKernel : StreamLayout<TILE_Q> {
   static constexpr float kLowest = -1e30f;
 
   using Fragments = uint32_t[kMmaQ][4];
+  using Logits = float[kMmaQ][kMmaKv][8];
+  using Rows = float[kMmaQ][2];  // one number for each row of which this lane has elements
 
   const Params& p;
   uint8_t* const smem;
@@ -207,7 +209,7 @@ struct StreamKernel : StreamLayout<TILE_Q> {
   const int32_t* table;
 
   float o[kMmaQ][kSteps][8];
-  float m[kMmaQ][2], d[kMmaQ][2];
+  Rows m, d;
 
   __device__ __forceinline__ StreamKernel(const Params& params, uint8_t* storage)
       : p(params),
@@ -221,6 +223,11 @@ struct StreamKernel : StreamLayout<TILE_Q> {
     return smem + (number * kWarpsKv + group) * (2 * kTokens * kPitchKv);
   }
   __device__ __forceinline__ uint8_t* query() const { return smem + kStages * L::kStageBytes; }
+  // Of the tile's rows, this warp's first, and that of element 2 j and the next of this lane's products.
+  __device__ __forceinline__ uint32_t warp_row0() const { return warp_q * kMmaQ * 16; }
+  __device__ __forceinline__ uint32_t row_of(uint32_t q, uint32_t j) const {
+    return warp_row0() + q * 16 + j * 8 + lane / 4;
+  }
   __device__ __forceinline__ float* row_numbers() const {
     return reinterpret_cast<float*>(smem + L::kUsed - L::kRowBytes);
   }
@@ -370,7 +377,7 @@ struct StreamKernel : StreamLayout<TILE_Q> {
   __device__ __forceinline__ void query_fragments(uint32_t step, Fragments& a) const {
 #pragma unroll
     for (uint32_t q = 0; q < kMmaQ; ++q) {
-      flashinfer::mma::ldmatrix_m8n8x4(a[q], query() + (warp_q * kMmaQ + q) * 16 * kPitchQ +
+      flashinfer::mma::ldmatrix_m8n8x4(a[q], query() + (warp_row0() + q * 16) * kPitchQ +
                                                  place<kPitchQ>(lane % 16, lane / 16, 2 * step));
     }
   }
@@ -388,7 +395,7 @@ struct StreamKernel : StreamLayout<TILE_Q> {
 
   // s = q k^T, unscaled.
   __device__ __forceinline__ void score(uint8_t* k, const uint32_t (&held)[kQueryInRegisters ? kSteps : 1][4],
-                                        float (&s)[kMmaQ][kMmaKv][8]) const {
+                                        Logits& s) const {
     constexpr uint32_t kStepsAtOnce = kFp8 ? 2 : 1;  // ldmatrix has 16 bytes of 16 tokens twice
 #pragma unroll
     for (uint32_t step = 0; step < kSteps; step += kStepsAtOnce) {
@@ -482,13 +489,12 @@ struct StreamKernel : StreamLayout<TILE_Q> {
     return masked;
   }
 
-  __device__ __forceinline__ void mask(int32_t first, float (&s)[kMmaQ][kMmaKv][8]) const {
+  __device__ __forceinline__ void mask(int32_t first, Logits& s) const {
 #pragma unroll
     for (uint32_t q = 0; q < kMmaQ; ++q) {
 #pragma unroll
       for (uint32_t j = 0; j < 2; ++j) {
-        const uint32_t packed = tile_row0 + (warp_q * kMmaQ + q) * 16 + j * 8 + lane / 4;
-        const int32_t row = static_cast<int32_t>(packed / p.group_size);
+        const int32_t row = static_cast<int32_t>((tile_row0 + row_of(q, j)) / p.group_size);
         uint64_t word = ~0ull;
         if constexpr (kWords) {
           if (p.mask_words != nullptr) word = row < qo_len ? __ldg(p.mask_words + p.plan.q_start[request] + row) : 0;
@@ -517,9 +523,6 @@ struct StreamKernel : StreamLayout<TILE_Q> {
     const float e = flashinfer::math::ptx_exp2(x * scale);
     return flashinfer::math::log2e * p.logits_soft_cap * (1.f - 2.f * flashinfer::math::ptx_rcp(e + 1.f));
   }
-
-  using Logits = float[kMmaQ][kMmaKv][8];
-  using Rows = float[kMmaQ][2];  // one number for each row of which this lane has elements
 
   // The largest base-2 logit of this lane in each row. Is one far above the running maximum?
   // scale: of a row, from products to base-2 logits.
@@ -601,11 +604,6 @@ struct StreamKernel : StreamLayout<TILE_Q> {
     }
   }
 
-  // Of the tile's rows, that of element 2 j and the next of this lane's products.
-  __device__ __forceinline__ uint32_t row_of(uint32_t q, uint32_t j) const {
-    return (warp_q * kMmaQ + q) * 16 + j * 8 + lane / 4;
-  }
-
   // --- the block ---------------------------------------------------------------------------------
 
   uint32_t request, kv_chunk_index;
@@ -668,7 +666,7 @@ struct StreamKernel : StreamLayout<TILE_Q> {
     store_query(parts);
     __syncthreads();
 
-    float scale[kMmaQ][2];
+    Rows scale;
     prepare(scale);
     uint32_t held[kQueryInRegisters ? kSteps : 1][4];
     if constexpr (kQueryInRegisters) {
@@ -682,7 +680,7 @@ struct StreamKernel : StreamLayout<TILE_Q> {
     }
     // Rows of a tile that is not full are zeros: warps that have no others only copy.
     const bool works =
-        kWarpsQ == 1 || tile_row0 + static_cast<int32_t>(row_of(0, 0) - lane / 4) < qo_len * group_size;
+        kWarpsQ == 1 || tile_row0 + static_cast<int32_t>(warp_row0()) < qo_len * group_size;
 
     uint32_t reads = 0, writes = kStages - 1;  // stages
 #pragma unroll 1
@@ -734,7 +732,7 @@ struct StreamKernel : StreamLayout<TILE_Q> {
 
   // Starting values, and the factors from products to base-2 logits (or, with soft cap, to the exponent
   // of the tanh).
-  __device__ __forceinline__ void prepare(float (&scale)[kMmaQ][2]) {
+  __device__ __forceinline__ void prepare(Rows& scale) {
     float factor = p.sm_scale * p.k_scale * static_cast<float>(1 << KvWords::kShift);
     if (p.k_scale_ptr != nullptr) factor *= __ldg(p.k_scale_ptr);
     factor *= kUseSoftCap ? 2.f * flashinfer::math::log2e / p.logits_soft_cap : flashinfer::math::log2e;
@@ -755,18 +753,37 @@ struct StreamKernel : StreamLayout<TILE_Q> {
     }
   }
 
-  // Distance between a request's rows in the output, and the first of them: partial outputs of one row follow each
-  // other.
-  __device__ __forceinline__ int32_t output_rows(int64_t& first) const {
-    first = p.plan.o_indptr[request];
-    if (!p.partition_kv) return 1;
-    first += kv_chunk_index;
+  // Where the request's rows are in the output: the first one, and from one to the next; partial outputs of one row
+  // follow each other.
+  struct OutputRows {
+    int64_t first;
+    int32_t step;
+  };
+  __device__ __forceinline__ OutputRows output_rows() const {
+    const int64_t first = p.plan.o_indptr[request];
+    if (!p.partition_kv) return {first, 1};
     int32_t length = max(block0 + qo_len, 1);
     if constexpr (kUseWindow) {
       if (p.window_left >= 0) length = min(length, p.window_left + static_cast<int32_t>(kRows));
     }
     const int32_t kv_chunk = p.plan.header->kv_chunk;
-    return (length + kv_chunk - 1) / kv_chunk;
+    return {first + kv_chunk_index, (length + kv_chunk - 1) / kv_chunk};
+  }
+
+  // The place of the tile's row `row` among the rows of all heads; false if the request has no such row.
+  __device__ __forceinline__ bool find_row(const OutputRows& rows, uint32_t row, int64_t& at) const {
+    uint32_t q, r;
+    p.group_size.divmod(tile_row0 + row, q, r);
+    at = (rows.first + static_cast<int64_t>(q) * rows.step) * p.num_qo_heads + head * p.group_size + r;
+    return static_cast<int32_t>(q) < qo_len;
+  }
+
+  // top: what the weights are relative to; sum: of the weights.
+  __device__ __forceinline__ void write_lse(const OutputRows& rows, uint32_t row, float top, float sum) const {
+    int64_t at;
+    if (p.lse != nullptr && find_row(rows, row, at)) {
+      p.lse[at] = sum > 0.f ? flashinfer::math::ptx_log2(sum) + top : -INFINITY;
+    }
   }
 
   __device__ __forceinline__ float scale_of_v() const {
@@ -776,10 +793,8 @@ struct StreamKernel : StreamLayout<TILE_Q> {
 
   // The output of the only group. A warp's rows of the query are its own: the output takes their place on its way.
   __device__ __forceinline__ void write_one() {
-    int64_t out_row0;
-    const int32_t chunks = output_rows(out_row0);
+    const OutputRows rows = output_rows();
     const float v_scale = scale_of_v();
-    const uint32_t num_qo_heads = p.num_qo_heads, warp_row0 = warp_q * kMmaQ * 16;
     __syncwarp();
 #pragma unroll
     for (uint32_t q = 0; q < kMmaQ; ++q) {
@@ -801,12 +816,7 @@ struct StreamKernel : StreamLayout<TILE_Q> {
             *reinterpret_cast<uint32_t*>(query() + place<kPitchQ>(row, 1, 2 * step) + 4 * (lane % 4)) = high;
           }
         }
-        uint32_t query_row, r;
-        p.group_size.divmod(tile_row0 + row, query_row, r);
-        if (p.lse != nullptr && lane % 4 == 0 && static_cast<int32_t>(query_row) < qo_len) {
-          p.lse[(out_row0 + static_cast<int64_t>(query_row) * chunks) * num_qo_heads + head * p.group_size + r] =
-              d[q][j] > 0.f ? flashinfer::math::ptx_log2(d[q][j]) + m[q][j] : -INFINITY;
-        }
+        if (lane % 4 == 0) write_lse(rows, row, m[q][j], d[q][j]);
       }
     }
     __syncwarp();
@@ -814,12 +824,9 @@ struct StreamKernel : StreamLayout<TILE_Q> {
     constexpr uint32_t kParts = kHeadDim / 8;
 #pragma unroll 4
     for (uint32_t i = lane; i < kMmaQ * 16 * kParts; i += 32) {
-      const uint32_t row = warp_row0 + i / kParts, part = i % kParts;
-      uint32_t query_row, r;
-      p.group_size.divmod(tile_row0 + row, query_row, r);
-      if (static_cast<int32_t>(query_row) >= qo_len) continue;
-      const int64_t at =
-          (out_row0 + static_cast<int64_t>(query_row) * chunks) * num_qo_heads + head * p.group_size + r;
+      const uint32_t row = warp_row0() + i / kParts, part = i % kParts;
+      int64_t at;
+      if (!find_row(rows, row, at)) continue;
       *reinterpret_cast<uint4*>(out + at * kHeadDim + part * 8) =
           *reinterpret_cast<const uint4*>(query() + place<kPitchQ>(row, part));
     }
@@ -827,9 +834,7 @@ struct StreamKernel : StreamLayout<TILE_Q> {
 
   // Sums of all groups, through shared memory, to the output.
   __device__ __forceinline__ void write() {
-    const uint32_t num_qo_heads = p.num_qo_heads;
-    int64_t out_row0;
-    const int32_t chunks = output_rows(out_row0);
+    const OutputRows rows = output_rows();
     const float v_scale = scale_of_v();
     float* sums = reinterpret_cast<float*>(smem);
     float* tops = row_numbers();                    // [kWarpsKv][kRows]
@@ -872,12 +877,7 @@ struct StreamKernel : StreamLayout<TILE_Q> {
       const float inverse = sum > 0.f ? v_scale / sum : 0.f;
 #pragma unroll
       for (uint32_t g = 0; g < kWarpsKv; ++g) weights[g * kRows + row] = w[g] * inverse;
-      uint32_t q, r;
-      p.group_size.divmod(tile_row0 + row, q, r);
-      if (p.lse != nullptr && static_cast<int32_t>(q) < qo_len) {
-        p.lse[(out_row0 + static_cast<int64_t>(q) * chunks) * num_qo_heads + head * p.group_size + r] =
-            sum > 0.f ? flashinfer::math::ptx_log2(sum) + top : -INFINITY;
-      }
+      write_lse(rows, row, top, sum);
     }
     __syncthreads();
     DTypeQ* out = p.output();
@@ -885,9 +885,8 @@ struct StreamKernel : StreamLayout<TILE_Q> {
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < kRows * kParts; i += kThreads) {
       const uint32_t row = i / kParts, part = i % kParts;
-      uint32_t q, r;
-      p.group_size.divmod(tile_row0 + row, q, r);
-      if (static_cast<int32_t>(q) >= qo_len) continue;
+      int64_t at;
+      if (!find_row(rows, row, at)) continue;
       float x[8] = {};
 #pragma unroll
       for (uint32_t g = 0; g < kWarpsKv; ++g) {
@@ -900,7 +899,6 @@ struct StreamKernel : StreamLayout<TILE_Q> {
       alignas(16) DTypeQ y[8];
 #pragma unroll
       for (int k = 0; k < 8; ++k) y[k] = static_cast<DTypeQ>(x[k]);
-      const int64_t at = (out_row0 + static_cast<int64_t>(q) * chunks) * num_qo_heads + head * p.group_size + r;
       *reinterpret_cast<uint4*>(out + at * kHeadDim + part * 8) = *reinterpret_cast<const uint4*>(y);
     }
   }
