@@ -544,7 +544,7 @@ def supervise(args) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         rows, progress, report = (Path(folder) / name for name in ("rows", "progress", "report"))
         rows.touch()
-        faults, todo, stopped = [], args.todo, False
+        faults, todo = [], args.todo
         while todo and time.time() < args.deadline:
             progress.write_text(json.dumps({"case": -1, "step": "start"}))
             try:
@@ -575,7 +575,7 @@ def supervise(args) -> dict:
                     text=True,
                 )
             except Stopped:
-                stopped = True
+                args.deadline = time.time()
                 break
             if done.returncode == 0:
                 break
@@ -600,7 +600,7 @@ def supervise(args) -> dict:
             **result,
             "tune" if args.tune else "cases": lines,
             "faults": faults,
-            "stopped_for_time": stopped or time.time() >= args.deadline,
+            "stopped_for_time": time.time() >= args.deadline,
         }
 
 

@@ -14,7 +14,6 @@ from vllm_specpatch.kernels import build, spec_mask
 from vllm_specpatch.selftest_planner import GUARD, UNTOUCHED, HostPlanner, raw_shape
 
 HERE = Path(__file__).parent
-MODES = {"full": 0, "causal": 1, "bits": 2}
 #: As a small GPU: grids stay small, and are still larger than one wave.
 NUM_SMS, CTAS_PER_SM = 4, 2
 
@@ -67,7 +66,7 @@ class Plan:
         self, module: Kernels, *, num_kv_heads, max_q_len, mask="causal", split="auto", device=None, **sizes
     ) -> None:
         self.module, self.mask = module, mask
-        tile_kv = module.code.tile_kv(MODES[mask], module.spec.tile(max_q_len))
+        tile_kv = module.code.tile_kv(spec_mask._MASK_MODES[mask], module.spec.tile(max_q_len))
         facts = {"tile_kv": tile_kv, "num_sms": NUM_SMS, "ctas_per_sm": CTAS_PER_SM}
         sizes = {"num_kv_heads": num_kv_heads, "max_q_len": max_q_len, "window_left": -1, **sizes}
         shape = spec_mask.captured_shape(module.spec, facts, split, spec_mask.Tuning(), **sizes)
@@ -116,7 +115,7 @@ def run(
     scale = spec.head_dim**-0.5 if sm_scale is None else sm_scale
     numbers = (scale, float(k_scale), float(v_scale), soft_cap)
     failed = code.run(
-        MODES[plan.mask],
+        spec_mask._MASK_MODES[plan.mask],
         raw_shape(plan.shape),
         at(plan.buffer),
         at(plan.partial_o),

@@ -130,7 +130,7 @@ def disassemble(spec, arch: build.Arch, folder: Path, name: str) -> Kernel:
     matrix products."""
     folder.mkdir(parents=True, exist_ok=True)
     source = next(s for s in build.write_sources(spec, arch, folder) if s.name == name)
-    flags = unit_flags(arch)
+    flags = nvcc_flags(arch)
     includes = [f"-I{p}" for p in (build.CSRC, folder, *package_includes(build.flashinfer_data()))]
     cubin = folder / f"{name}.cubin"
     subprocess.run(
@@ -168,8 +168,8 @@ def package_includes(data: Path) -> list[Path]:
     return [*(data / f for f in folders if (data / f).is_dir()), tvm_ffi / "include"]
 
 
-def common_flags(arch: build.Arch) -> list[str]:
-    """FlashInfer's nvcc flags for one architecture (flashinfer/jit/cpp_ext.py), less the debug ones."""
+def nvcc_flags(arch: build.Arch) -> list[str]:
+    """Ours, and FlashInfer's (flashinfer/jit/cpp_ext.py) less the debug ones."""
     return [
         "-std=c++17",
         "-use_fast_math",
@@ -182,13 +182,8 @@ def common_flags(arch: build.Arch) -> list[str]:
         "--compiler-options=-fPIC",
         "--expt-relaxed-constexpr",
         "-static-global-template-stub=false",
-        f"-gencode=arch=compute_{arch.sm},code=sm_{arch.sm}",
+        *build.cuda_flags(arch),
     ]
-
-
-def unit_flags(arch: build.Arch) -> list[str]:
-    """All flags of our units, with one code for one architecture."""
-    return [*common_flags(arch), *(f for f in build.cuda_flags(arch) if "gencode" not in f)]
 
 
 def compile_spec(spec, arch: build.Arch, folder: Path, *, version=None, data=None, only=None) -> list[dict]:
@@ -201,7 +196,7 @@ def compile_spec(spec, arch: build.Arch, folder: Path, *, version=None, data=Non
         for s in build.write_sources(spec, arch, folder)
         if (s.name in only if only is not None else s.name != "binding.cu")
     ]
-    flags = unit_flags(arch)
+    flags = nvcc_flags(arch)
     key = f"{version} {build.headers_digest(data)}"
     includes = package_includes(data)
 

@@ -36,7 +36,7 @@ def test_every_case_has_a_name_of_its_own(scripts):
     titles = [(group, title) for group, cases in check.GROUPS.items() for title, _ in cases()]
     assert len(titles) > 700
     assert len(set(titles)) == len(titles)
-    # The causal words that need the other kernel, in the group made for them.
+    # The causal words of requests in several query tiles, in the group made for them.
     assert sum(group == "many_tiles" for group, _ in titles) == 48
 
 
