@@ -14,7 +14,8 @@
 # ("bs=1,8,32 ctx=1024,8192 out=64"), KEYS (of e2e.py for all variants), ROUTES ("native spec_mask"), VARIANTS (of
 # timing: "stock native spec_mask flash_attn", each a route, perhaps with a suffix and keys, as spec_mask-k1:k=1; of
 # tokens: "k1:k=1 fp8:k=7,kv=fp8 ..."), JOBS (processes at a time in tokens, 3), RESULT (the result's name), TURNS
-# (FOLDER:N, where calls with other releases on PYTHONPATH take turns, with a name of this call in AS) may be set.
+# (FOLDER:N, where calls with other releases on PYTHONPATH take turns, with a name of this call in AS), MEM and GPU_GIB
+# (share of the GPU that must be free, GiB of KV cache: less where several calls run at once) may be set.
 # Calling it again goes on where it was: a run whose JSON lies in RAW (/tmp/specpatch-proof) is not repeated.
 set -uo pipefail
 checkout=$(cd "$(dirname "$0")/.." && pwd)
@@ -88,7 +89,7 @@ timing)
     done
     ;;
 tokens)
-    small="$cells repeats=1 mem=0.15 gpu_gib=12"
+    small="$cells repeats=1 mem=${MEM:-0.15} gpu_gib=${GPU_GIB:-12}"
     variants=${VARIANTS:-k1:k=1 k3:k=3 fp8:k=7,kv=fp8 v1:k=7 ngram:k=3,method=ngram k0:k=0 sample:k=7,sample=1}
     jobs=()
     for variant in $variants; do
@@ -111,7 +112,7 @@ tokens)
     for variant in $variants; do compare_routes "${variant%%:*}"; done
     ;;
 long)
-    small="repeats=1 mem=0.25 gpu_gib=16"
+    small="repeats=1 mem=${MEM:-0.25} gpu_gib=${GPU_GIB:-16}"
     for route in off $routes; do
         (
             use_route "$route"
@@ -143,7 +144,7 @@ tools)
     vllm-specpatch selftest --gpu --json > "$out/selftest.json" 2> "$out/log/selftest.err"
     echo "selftest rc=$?"
     vllm-specpatch bench --model dummy --backends stock,native,spec_mask --batch 1,8 --context 1024 --out 64 \
-        --out-folder "$out/bench" --timeout 300 --gpu-memory-utilization 0.6 > "$out/bench.txt" 2>&1
+        --out-folder "$out/bench" --timeout 300 --gpu-memory-utilization "${MEM:-0.6}" > "$out/bench.txt" 2>&1
     echo "bench rc=$?"
     tail -n 20 "$out/bench.txt"
     ;;

@@ -34,6 +34,7 @@ MASKS = ("causal", "full", "bits")
 KV_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 MAX_BLOCK = 64  # draft-block tokens a mask word can describe
 MAX_REQUESTS = 2048  # five int32 per request must fit the planner's shared memory
+MAX_KV_LEN = 2**24 - 1  # the planner divides lengths in fp32, kMaxKvLen in csrc/planner.cuh
 
 # Values of MaskMode in csrc/params.cuh.
 _MASK_MODES = {"full": 0, "causal": 1, "bits": 2}
@@ -380,7 +381,7 @@ class Plan:
     :param max_requests: most requests of an update, at most 2048
     :param max_rows: most query rows of all requests together
     :param max_q_len: most rows of one request; fixes the query tile
-    :param max_kv_len: longest request in KV tokens; bounds page-table reads
+    :param max_kv_len: longest request in KV tokens, below 2^24; bounds page-table reads
     :param page_table_stride: entries per page-table row (``page_table.stride(0)``)
     :param mask: mask kind of every run with this plan, see :func:`run`
     :param window_left: sliding window (a row sees this many tokens before itself), -1 for none
@@ -437,7 +438,13 @@ class Plan:
             "pass the most query rows of a batch",
         )
         _need(num_kv_heads >= 1, "num_kv_heads", "at least 1", num_kv_heads, "pass the KV heads of one rank")
-        _need(max_kv_len >= 1, "max_kv_len", "at least 1", max_kv_len, "pass the model's length")
+        _need(
+            1 <= max_kv_len <= MAX_KV_LEN,
+            "max_kv_len",
+            f"1 to {MAX_KV_LEN}",
+            max_kv_len,
+            "pass the model's length",
+        )
         _need(
             page_table_stride >= 1,
             "page_table_stride",

@@ -225,6 +225,15 @@ class SpecMaskRoute:
                 found=str(requests),
                 next_step="lower --max-num-seqs",
             )
+        length = vllm_config.model_config.max_model_len
+        if length > spec_mask.MAX_KV_LEN:
+            return Finding(
+                State.REFUSED,
+                "longer requests than the planner takes",
+                wanted=f"max_model_len up to {spec_mask.MAX_KV_LEN}",
+                found=str(length),
+                next_step="lower --max-model-len",
+            )
         try:
             for spec in layer_specs(vllm_config, flashinfer_backend, max_q_len):
                 load(spec)

@@ -384,9 +384,10 @@ def bench(args, report, progress, names):
         graphs = {"ours": capture(layer, inputs.layers)}
         layer(0)
         want = inputs.out.clone()
-        contenders, missing, differs = [], {}, {}
+        contenders, missing, differs, took = [], {}, {}, {}
         for name in names:
             progress.step(index, name)
+            begin = time.time()
             try:
                 other = CONTENDERS[name](inputs)
                 differs[name] = outputs_differ(inputs, other.layer, want)
@@ -395,6 +396,7 @@ def bench(args, report, progress, names):
             except Exception as error:
                 torch.cuda.synchronize()  # raises if the context is lost, which ends this worker
                 missing[name] = f"{type(error).__name__}: {str(error)[:300]}"
+            took[name] = round(time.time() - begin, 3)
         progress.step(index, "replays")
         got = replay_times(graphs, inputs.layers, args.per_case)
         chunk, ctas = plan.buffer[:2].tolist()
@@ -410,6 +412,7 @@ def bench(args, report, progress, names):
             "copies": inputs.copies,
             "differs": differs,
             "missing": missing,
+            "made_in_s": took,
         }
         with open(args.rows, "a") as file:
             file.write(json.dumps(row) + "\n")

@@ -89,23 +89,17 @@ void plan(TensorView buffer, TensorView seq_lens, TensorView query_start_loc,
   auto* seq = static_cast<const int32_t*>(seq_lens.data_ptr());
   auto* start = static_cast<const int32_t*>(query_start_loc.data_ptr());
   const PlanArrays out = plan_arrays(shape, static_cast<int32_t*>(buffer.data_ptr()));
-  // A small batch has more barrier than work, and a barrier of 8 warps is the cheaper one.
-  if (shape.max_requests <= 32) {
-    plan_kernel<256><<<1, 256, smem, stream>>>(shape, out, seq, start, num_requests);
-  } else if (shape.max_requests <= 256) {
-    plan_kernel<512><<<1, 512, smem, stream>>>(shape, out, seq, start, num_requests);
-  } else {
-    plan_kernel<1024><<<1, 1024, smem, stream>>>(shape, out, seq, start, num_requests);
-  }
+  const PlanLaunch launch = plan_launch(shape.max_requests);
+  const auto kernel = launch.threads == 128 ? plan_kernel<128> : plan_kernel<512>;
+  kernel<<<launch.blocks, launch.threads, smem, stream>>>(shape, out, seq, start, num_requests);
   const cudaError_t status = cudaGetLastError();
   TVM_FFI_ICHECK(status == cudaSuccess) << "plan: " << cudaGetErrorString(status);
 }
 
 // The merge may start while the attention kernel drains, where the hardware can do that: it saves
 // a launch latency per layer. The attention kernel itself is launched in plain stream order.
-template <int WARPS>
-cudaError_t launch_merge(const Params& p, const PlanArrays& plan, float* lse, int32_t num_rows,
-                         int32_t blocks, cudaStream_t stream) {
+cudaError_t launch_merge(const Params& p, const PlanArrays& plan, const MergeLaunch& merge, float* lse,
+                         int32_t num_rows, cudaStream_t stream) {
   int device = 0, major = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
@@ -113,12 +107,12 @@ cudaError_t launch_merge(const Params& p, const PlanArrays& plan, float* lse, in
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<uint32_t>(blocks));
-  config.blockDim = dim3(kMergeThreads);
+  config.gridDim = dim3(static_cast<uint32_t>(merge.blocks));
+  config.blockDim = dim3(static_cast<uint32_t>(32 * merge.block_warps));
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = major >= 9 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, merge_partials<kHeadDim, WARPS, DTypeQ>,
+  return cudaLaunchKernelEx(&config, merge_kernel<kHeadDim, DTypeQ>(merge),
                             static_cast<const DTypeQ*>(p.partial_o), static_cast<const float*>(p.lse),
                             static_cast<const PlanHeader*>(plan.header),
                             static_cast<const MergeRow*>(plan.merge_rows), p.o, lse,
@@ -184,10 +178,7 @@ void run(int64_t mode, Array<int64_t> fields, TensorView buffer, TensorView part
   if (p.partition_kv && num_rows > 0) {
     const int64_t pairs = static_cast<int64_t>(num_rows) * num_qo_heads;
     TVM_FFI_ICHECK_LE(pairs, INT32_MAX);
-    const MergeLaunch merge = merge_launch(pairs, shape.num_sms);
-    status = merge.warps == 16  ? launch_merge<16>(p, plan, out_lse, num_rows, merge.blocks, stream)
-             : merge.warps == 4 ? launch_merge<4>(p, plan, out_lse, num_rows, merge.blocks, stream)
-                                : launch_merge<1>(p, plan, out_lse, num_rows, merge.blocks, stream);
+    status = launch_merge(p, plan, merge_launch(shape, pairs, kHeadDim), out_lse, num_rows, stream);
     TVM_FFI_ICHECK(status == cudaSuccess) << "merge: " << cudaGetErrorString(status);
   }
 }

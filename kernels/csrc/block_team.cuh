@@ -9,6 +9,16 @@
 
 namespace spec_mask {
 
+struct PlanLaunch {
+  int32_t threads, blocks;
+};
+
+// The lists of a large batch are written by several blocks, each of which plans all of it: one would have to pass over
+// them several times. A small batch has more barrier than work, and a barrier of 4 warps is the cheaper one.
+inline PlanLaunch plan_launch(int32_t max_requests) {
+  return {max_requests <= 32 ? 128 : 512, max_requests <= 256 ? 4 : 8};
+}
+
 template <int THREADS>
 struct BlockTeam {
   static constexpr int kWarps = THREADS / 32;
@@ -27,6 +37,9 @@ struct BlockTeam {
   __device__ int32_t lane() const { return threadIdx.x % 32; }
   __device__ int32_t lanes() const { return 32; }
   __device__ void sync() const { __syncthreads(); }
+
+  __device__ int32_t part() const { return blockIdx.x; }
+  __device__ int32_t parts() const { return gridDim.x; }
 
   __device__ int32_t from_lane(int32_t v, int32_t lane) const {
     return __shfl_sync(0xffffffffu, v, lane);

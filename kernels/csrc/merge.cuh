@@ -63,27 +63,37 @@ struct MergeState {
   }
 };
 
-// The fewer (row, head) pairs there are, the more chunks they have and the more of the GPU a warp per
-// pair would leave idle while it reads them one after the other.
+// Lanes that read one partial output, 16 bytes each; at 96 elements a quarter of them idles.
+constexpr int32_t merge_lanes(int32_t head_dim) { return head_dim == 96 ? 16 : head_dim / 8; }
+
+constexpr int32_t kMergeAtOnce = 4;      // partial outputs that a lane asks for together
+constexpr int32_t kMergeMostWarps = 16;  // of a pair, and of a block
+constexpr int32_t kMergeWarpsPerSm = 32;  // as many as run at once, for their registers
+
 struct MergeLaunch {
-  int32_t warps;   // per pair: 16, 4 or 1
+  int32_t warps;        // per pair: a power of two, up to kMergeMostWarps
+  int32_t block_warps;  // kMergeMostWarps where there are many, else warps, and at least 4
   int32_t blocks;
 };
 
-constexpr int32_t kMergeWarps = 16;       // per block
-constexpr int32_t kMergeThreads = 32 * kMergeWarps;
-constexpr int32_t kMergeBlocksPerSm = 2;  // as many as run at once, for their registers
-
-SPEC_PLAN_FN MergeLaunch merge_launch(int64_t pairs, int32_t num_sms) {
-  const int32_t warps = pairs <= 512 ? 16 : pairs <= 2048 ? 4 : 1;
-  const int32_t per_block = kMergeWarps / warps;
-  const int64_t blocks = (pairs + per_block - 1) / per_block;
-  const int64_t most = static_cast<int64_t>(kMergeBlocksPerSm) * max_i32(1, num_sms);
-  return MergeLaunch{warps, static_cast<int32_t>(blocks < most ? blocks : most)};
+// Warps of one pair have to meet, so it gets only as many as ask for all its chunks at once, and fewer if the pairs'
+// warps would not run at once. (H200: 512 pairs of 16 chunks took 5.3 us with 16 warps each and 2.9 with two;
+// 2048 of 4 chunks 6.1 with 4 and 2.6 with one.) How many chunks is known on the device only; it is taken from the
+// grid, whose last CTAs often have no work. Few pairs are spread over all multiprocessors, as blocks of few warps.
+SPEC_PLAN_FN MergeLaunch merge_launch(const PlanShape& s, int64_t pairs, int32_t head_dim) {
+  const int64_t sms = max_i32(1, s.num_sms), most = sms * kMergeWarpsPerSm;
+  const int32_t chunks = div_i32(s.grid, max_q_tiles(s)), at_once = 32 / merge_lanes(head_dim) * kMergeAtOnce;
+  MergeLaunch m{1, kMergeMostWarps, 0};
+  while (m.warps < kMergeMostWarps && 5 * m.warps * at_once < 4 * chunks && 2 * m.warps * pairs <= most) m.warps *= 2;
+  if (m.warps >= 4 || 2 * m.warps * pairs <= most) m.block_warps = max_i32(4, m.warps);
+  const int32_t per_block = div_i32(m.block_warps, m.warps);
+  const int64_t blocks = (pairs + per_block - 1) / per_block, at_a_time = sms * div_i32(kMergeWarpsPerSm, m.block_warps);
+  m.blocks = static_cast<int32_t>(blocks < at_a_time ? blocks : at_a_time);
+  return m;
 }
 
-template <int HEAD_DIM, int WARPS, typename DTypeO>
-__global__ void __launch_bounds__(kMergeThreads)
+template <int HEAD_DIM, int WARPS, int BLOCK_WARPS, typename DTypeO>
+__global__ void __launch_bounds__(32 * BLOCK_WARPS)
     merge_partials(const DTypeO* __restrict__ partial_o,    // [partial rows, heads, HEAD_DIM]
                    const float* __restrict__ partial_lse,   // [partial rows, heads]
                    const PlanHeader* __restrict__ header,
@@ -91,14 +101,13 @@ __global__ void __launch_bounds__(kMergeThreads)
                    DTypeO* __restrict__ o,                  // [num_rows, heads, HEAD_DIM]
                    float* __restrict__ lse,                 // [num_rows, heads] or null
                    int32_t num_rows, int32_t num_heads) {
-  // Lanes of one output row, 16 bytes each; at 96 elements a quarter of them idles.
-  constexpr int kLanes = HEAD_DIM == 96 ? 16 : HEAD_DIM / 8;
+  constexpr int kLanes = merge_lanes(HEAD_DIM);
   constexpr int kPerWarp = 32 / kLanes;        // chunks a warp reads at once
   constexpr int kParallel = kPerWarp * WARPS;  // chunks read at once
-  constexpr int kAtOnce = 4;                   // of those, one after the other but loaded together
-  constexpr uint32_t kPairs = kMergeWarps / WARPS;  // of a block at once
+  constexpr int kAtOnce = kMergeAtOnce;
+  constexpr uint32_t kPairs = BLOCK_WARPS / WARPS;  // of a block at once
   static_assert(32 % kLanes == 0 && kLanes * 8 >= HEAD_DIM, "head_dim must be 64, 96, 128 or 256");
-  static_assert(kMergeWarps % WARPS == 0, "a pair has its warps in one block");
+  static_assert(BLOCK_WARPS % WARPS == 0, "a pair has its warps in one block");
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t pairs = static_cast<uint32_t>(num_rows) * num_heads;  // the caller keeps it below 2^31
@@ -117,7 +126,8 @@ __global__ void __launch_bounds__(kMergeThreads)
   if (direct != 0) {
     // The output is in its place and the LSEs are in its order.
     if (lse == nullptr) return;
-    for (uint32_t i = blockIdx.x * kMergeThreads + threadIdx.x; i < pairs; i += gridDim.x * kMergeThreads) {
+    for (uint32_t i = blockIdx.x * (32 * BLOCK_WARPS) + threadIdx.x; i < pairs;
+         i += gridDim.x * (32 * BLOCK_WARPS)) {
       if (merge_rows[i / num_heads].count != 0) lse[i] = partial_lse[i];
     }
     return;
@@ -171,8 +181,8 @@ __global__ void __launch_bounds__(kMergeThreads)
     }
 
     if constexpr (WARPS > 1) {
-      __shared__ float smem_acc[kMergeWarps][HEAD_DIM];
-      __shared__ float smem_m[kMergeWarps], smem_d[kMergeWarps];
+      __shared__ float smem_acc[BLOCK_WARPS][HEAD_DIM];
+      __shared__ float smem_m[BLOCK_WARPS], smem_d[BLOCK_WARPS];
       if (lane < kLanes && holds) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) smem_acc[warp][column + i] = state.acc[i];
@@ -213,6 +223,17 @@ __global__ void __launch_bounds__(kMergeThreads)
     }
     parts = parts_of(first + gridDim.x * kPairs + warp / WARPS);
   }
+}
+
+// The kernel of a launch.
+template <int HEAD_DIM, typename DTypeO>
+auto merge_kernel(const MergeLaunch& m) {
+  const bool many = m.block_warps > 4;
+  return m.warps == 16  ? merge_partials<HEAD_DIM, 16, 16, DTypeO>
+         : m.warps == 8 ? merge_partials<HEAD_DIM, 8, 8, DTypeO>
+         : m.warps == 4 ? merge_partials<HEAD_DIM, 4, 4, DTypeO>
+         : m.warps == 2 ? (many ? merge_partials<HEAD_DIM, 2, 16, DTypeO> : merge_partials<HEAD_DIM, 2, 4, DTypeO>)
+                        : (many ? merge_partials<HEAD_DIM, 1, 16, DTypeO> : merge_partials<HEAD_DIM, 1, 4, DTypeO>);
 }
 
 }  // namespace spec_mask

@@ -6,7 +6,7 @@
 // lengths and a copy. The functions below build the same lists from lengths that are already on
 // the device, so planning is one small kernel on the stream and can itself be captured.
 //
-// Everything here is `__host__ __device__`, depends on nothing but <stdint.h> and compiles with
+// Everything here is `__host__ __device__`, depends on nothing but the C library and compiles with
 // g++: the tests run exactly this code on the CPU, with one thread and with several.
 //
 // Names follow FlashInfer's FA2 template (include/flashinfer/attention/prefill.cuh):
@@ -17,6 +17,7 @@
 #pragma once
 
 #include <stdint.h>
+#include <string.h>
 
 #if defined(__CUDACC__)
 #define SPEC_PLAN_FN __host__ __device__ inline
@@ -53,8 +54,8 @@ enum PlanStatus : int32_t {
 // equal pieces, and as many that give every multiprocessor 1, 2, ... CTAs.
 constexpr int32_t kPieces = 16;
 constexpr int32_t kCandidates = 2 * kPieces;
-// Up to so many requests, a thread counts the CTAs of a candidate by itself.
-constexpr int32_t kFewRequests = 16;
+// Up to so many requests, times groups of a team, a thread counts the CTAs of a candidate by itself.
+constexpr int32_t kFewCounts = 128;
 // Threads that write the rows of one request; a verify step has 1 + k of them.
 constexpr int32_t kRowThreads = 8;
 
@@ -272,19 +273,56 @@ struct Choice {
 //   group_min(choice)              the smallest over the lanes of a group, known to all its lanes
 //   reduce(totals)                 Totals::add over the team, known to all
 //   exclusive_scan(pair, &total)   field by field, over ranks
-// The last two are barriers too; the first of them is called once.
-// With one thread, all of it is the identity; the result must not depend on the team's size.
+//   part(), parts()                this team among those that plan the same batch side by side
+// The two before the last are barriers too; the first of them is called once.
+// With one thread, all of it is the identity; the result must not depend on the team's size. Teams know
+// nothing of each other: each decides all of the plan and writes a part of it.
 // ---------------------------------------------------------------------------------------------
 
-// CTAs per KV head when chunks have `chunk` tokens.
-template <class Team>
-SPEC_PLAN_FN int32_t count_ctas(Team& team, int32_t num_requests, const int32_t* tiles,
-                                const int32_t* covered, int32_t chunk) {
-  int32_t n = 0;
-  for (int32_t i = team.lane(); i < num_requests; i += team.lanes()) {
-    n += tiles[i] * ceil_div_i32(covered[i], chunk);
+SPEC_PLAN_FN int32_t bits_of(float x) {
+  int32_t bits;
+  memcpy(&bits, &x, sizeof(x));
+  return bits;
+}
+SPEC_PLAN_FN float from_bits(int32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+// How many chunks of one size cover a number of tokens, for many of those. A division takes three times as many
+// instructions, and of those and of conversions between int and float a multiprocessor does a quarter as many at a
+// time. Exact up to kMaxKvLen tokens: the estimate is a whole number next to the quotient, and what remains, exact
+// in fp32, says on which side.
+constexpr int32_t kMaxKvLen = (1 << 24) - 1;
+
+struct Chunks {
+  float size, inverse;
+
+  SPEC_PLAN_FN explicit Chunks(int32_t chunk)
+      : size(static_cast<float>(chunk)), inverse(1.f / static_cast<float>(chunk)) {}
+
+  SPEC_PLAN_FN int32_t in(float tokens) const {
+    constexpr float kWhole = 8388608.f;  // 2^23: a sum with it is whole, and its lowest bits are that number
+    const float shifted = tokens * inverse + kWhole;
+    const float remainder = tokens - (shifted - kWhole) * size;
+    return bits_of(shifted) - 0x4b000000 + (remainder > 0.f ? 1 : 0);
   }
-  return team.group_sum(n);
+};
+
+// CTAs per KV head when chunks have `chunk` tokens, and when they have `other`. covered: bits of floats.
+template <class Team>
+SPEC_PLAN_FN void count_ctas(Team& team, int32_t num_requests, const int32_t* tiles,
+                             const int32_t* covered, int32_t chunk, int32_t other, int32_t (&n)[2]) {
+  const Chunks chunks(chunk), others(other);
+  n[0] = n[1] = 0;
+  for (int32_t i = team.lane(); i < num_requests; i += team.lanes()) {
+    const float tokens = from_bits(covered[i]);
+    n[0] += tiles[i] * chunks.in(tokens);
+    n[1] += tiles[i] * others.in(tokens);
+  }
+  n[0] = team.group_sum(n[0]);
+  n[1] = team.group_sum(n[1]);
 }
 
 // Chunk size of candidate k, a multiple of granule and at least min_chunk: the longest request in
@@ -292,8 +330,10 @@ SPEC_PLAN_FN int32_t count_ctas(Team& team, int32_t num_requests, const int32_t*
 SPEC_PLAN_FN int32_t candidate_chunk(const PlanShape& s, const Totals& all, int32_t k) {
   int64_t tokens = ceil_div_i32(all.longest, k + 1);
   if (k >= kPieces) {
-    const int64_t ctas = static_cast<int64_t>(k - kPieces + 1) * s.num_sms;
-    tokens = div_i64(all.tokens * s.num_kv_heads + ctas - 1, ctas);
+    const int32_t ctas = (k - kPieces + 1) * s.num_sms;
+    const int64_t work = all.tokens * s.num_kv_heads + ctas - 1;
+    // A division of 64 bits is a subroutine on a GPU.
+    tokens = work <= UINT32_MAX ? static_cast<uint32_t>(work) / static_cast<uint32_t>(ctas) : div_i64(work, ctas);
     if (tokens > all.longest) tokens = all.longest;
   }
   const int32_t granules = ceil_div_i32(static_cast<int32_t>(tokens), s.granule);
@@ -312,7 +352,6 @@ SPEC_PLAN_FN int64_t plan_cost(const PlanShape& s, const Totals& all, int32_t ch
   // A CTA works in whole KV tiles; min_chunk is one, or two where they are small.
   const auto whole = [&](int32_t tokens) { return ceil_div_i32(tokens, s.min_chunk) * s.min_chunk; };
   const int32_t largest = whole(min_i32(chunk, all.longest));
-  // A division of 64 bits is a subroutine on a GPU.
   const int64_t tokens = all.tokens;
   const int32_t mean = whole(tokens < INT32_MAX ? ceil_div_i32(static_cast<int32_t>(tokens), ctas)
                                                 : static_cast<int32_t>(div_i64(tokens + ctas - 1, ctas)));
@@ -344,9 +383,9 @@ SPEC_PLAN_FN Choice cheaper(const Choice& a, const Choice& b) { return b.key < a
 
 // Chooses the chunk size of one batch: the cheapest candidate that fits the captured grid. One
 // that does not split at all always fits. A candidate is weighed by a lane of its own, since the
-// divisions are what it takes, and every group weighs all of them for itself, which is sooner than waiting
-// to be told. CTAs of a small batch are counted likewise; those of a large one by a whole group for
-// each candidate.
+// divisions are what it takes. In a small batch every group counts and weighs all of them for itself, which is sooner
+// than waiting to be told. In a large one a whole group counts the CTAs of a candidate, and since all have to wait
+// for that, the first one weighs for all: sixteen groups would be in each other's way.
 template <class Team>
 SPEC_PLAN_FN int32_t choose_chunk(Team& team, const PlanShape& s, const Totals& all,
                                   int32_t num_requests, const int32_t* tiles,
@@ -354,27 +393,40 @@ SPEC_PLAN_FN int32_t choose_chunk(Team& team, const PlanShape& s, const Totals& 
   if (s.split_mode == kSplitNone) return max_i32(s.granule, all.longest);
   if (s.split_mode == kSplitFixed) return s.fixed_chunk;
   if (all.tiles == 0) return s.min_chunk;
+  const bool few = num_requests * team.groups() <= kFewCounts;  // both are at most some thousands
   Choice best{UINT64_MAX, 0};
   SPEC_PLAN_ONCE
   for (int32_t k = team.lane(); k < kCandidates; k += team.lanes()) {
     const int32_t chunk = candidate_chunk(s, all, k);
     int32_t n = 0;
-    if (num_requests <= kFewRequests) {
-      for (int32_t i = 0; i < num_requests; ++i) n += tiles[i] * ceil_div_i32(covered[i], chunk);
+    if (few) {
+      const Chunks chunks(chunk);
+      for (int32_t i = 0; i < num_requests; ++i) n += tiles[i] * chunks.in(from_bits(covered[i]));
     } else {
       const int32_t first = k - team.lane();  // candidate of lane 0
       SPEC_PLAN_ONCE
-      for (int32_t other = team.group(); other < team.lanes(); other += team.groups()) {
-        const int32_t ctas =
-            count_ctas(team, num_requests, tiles, covered, team.from_lane(chunk, other));
-        if (team.lane() == 0) counts[first + other] = ctas;
+      for (int32_t one = 2 * team.group(); one < team.lanes(); one += 2 * team.groups()) {
+        const int32_t other = min_i32(one + 1, team.lanes() - 1);
+        int32_t ctas[2];
+        count_ctas(team, num_requests, tiles, covered, team.from_lane(chunk, one), team.from_lane(chunk, other), ctas);
+        if (team.lane() == 0) {
+          counts[first + one] = ctas[0];
+          counts[first + other] = ctas[1];
+        }
       }
       team.sync();
+      if (team.group() != 0) continue;
       n = counts[k];
     }
     best = cheaper(best, weigh(s, all, k, chunk, n));
   }
-  return team.group_min(best).chunk;
+  if (few) return team.group_min(best).chunk;
+  if (team.group() == 0) {
+    best = team.group_min(best);
+    if (team.lane() == 0) counts[0] = best.chunk;
+  }
+  team.sync();
+  return counts[0];
 }
 
 // The last i with values[i] <= value; values rise and values[0] <= value. Requests with nothing share
@@ -407,9 +459,13 @@ SPEC_PLAN_FN void make_plan(Team& team, const PlanShape& s, const int32_t* seq_l
   int32_t* q_len_of = covered + s.max_requests;
   int32_t* q_start_of = q_len_of + s.max_requests;
   int32_t* first_row_of = q_start_of + s.max_requests;
-  // Nobody needs the first two any more when these are written: a scan, with its barriers, lies between.
+  // covered holds the bits of floats. Nobody needs the first two any more when these are written: a scan, with its
+  // barriers, lies between.
   int32_t* chunks_of = tiles;
   int32_t* first_cta_of = covered;
+  const bool first_team = team.part() == 0;
+  // This thread among those of all teams.
+  const int32_t rank = team.part() * team.size() + team.rank(), size = team.parts() * team.size();
 
   // Lengths are copied, so that the attention kernels of this step see the same numbers as the
   // planner even if the caller's buffers already hold the next step's.
@@ -438,11 +494,15 @@ SPEC_PLAN_ONCE
     }
     const int32_t my_tiles = q_len > 0 ? q_tiles(s, q_len) : 0;
     const int32_t my_covered = covered_tokens(s, kv_len);
-    out.q_start[i] = q_start_of[i] = begin;
-    out.q_len[i] = q_len_of[i] = q_len;
-    out.kv_len[i] = kv_len;
+    if (first_team) {
+      out.q_start[i] = begin;
+      out.q_len[i] = q_len;
+      out.kv_len[i] = kv_len;
+    }
+    q_start_of[i] = begin;
+    q_len_of[i] = q_len;
     tiles[i] = my_tiles;
-    covered[i] = my_covered;
+    covered[i] = bits_of(static_cast<float>(my_covered));
     if (my_tiles > 0) {
       mine.tiles += my_tiles;
       mine.tokens += static_cast<int64_t>(my_tiles) * my_covered;
@@ -456,14 +516,18 @@ SPEC_PLAN_ONCE
   const int32_t chunk = choose_chunk(team, s, all, num_requests, tiles, covered, counts);
   const bool direct = s.split_mode == kSplitNone || chunk >= all.longest;
 
-  // Rows that belong to no request. In a valid plan those are the rows after the last request.
+  // Rows that belong to no request. In a valid plan those are the rows after the last request. In another, any:
+  // all are cleared first, and one team does that and the rest, since teams cannot wait for each other.
   const bool valid = all.status == kStatusOk;
+  const int32_t row_rank = valid ? rank : team.rank(), row_size = valid ? size : team.size();
+  const bool writes_rows = valid || first_team;
 SPEC_PLAN_ONCE
-  for (int32_t r = team.rank() + (valid ? all.rows : 0); r < s.max_rows; r += team.size()) {
+  for (int32_t r = row_rank + (valid ? all.rows : 0); writes_rows && r < s.max_rows; r += row_size) {
     out.merge_rows[r] = MergeRow{0, 0};
   }
   if (!valid) team.sync();
 
+  const Chunks cut(chunk);
   Pair base{0, 0};
   const int32_t rounds = ceil_div_i32(s.max_requests, team.size());
 SPEC_PLAN_ONCE
@@ -472,7 +536,7 @@ SPEC_PLAN_ONCE
     Pair my{0, 0};
     int32_t chunks = 0;
     if (i < s.max_requests && tiles[i] > 0) {
-      chunks = direct ? 1 : ceil_div_i32(covered[i], chunk);
+      chunks = direct ? 1 : cut.in(from_bits(covered[i]));
       my.ctas = tiles[i] * chunks;
       my.rows = q_len_of[i] * chunks;
     }
@@ -481,7 +545,7 @@ SPEC_PLAN_ONCE
     if (i < s.max_requests) {
       // Without partial outputs the kernel writes straight to row o_indptr[i] of the output.
       const int32_t first_row = base.rows + before.rows;
-      out.o_indptr[i] = direct ? q_start_of[i] : first_row;
+      if (first_team) out.o_indptr[i] = direct ? q_start_of[i] : first_row;
       first_row_of[i] = first_row;
       first_cta_of[i] = base.ctas + before.ctas;
       chunks_of[i] = chunks;
@@ -490,7 +554,7 @@ SPEC_PLAN_ONCE
     base.rows += total.rows;
   }
   const int32_t num_ctas = min_i32(base.ctas, s.grid);
-  if (team.rank() == 0) {
+  if (rank == 0) {
     out.o_indptr[s.max_requests] = direct ? all.rows : base.rows;
     out.header->kv_chunk = chunk;
     out.header->num_ctas = num_ctas;
@@ -503,7 +567,7 @@ SPEC_PLAN_ONCE
   // A thread per CTA, not a warp per request: of 256 requests a block of 16 warps would take 16 turns
   // with most lanes idle, and a turn is half a microsecond of latency (measured on an H200).
 SPEC_PLAN_ONCE
-  for (int32_t b = team.rank(); b < s.grid; b += team.size()) {
+  for (int32_t b = rank; b < s.grid; b += size) {
     const bool used = b < num_ctas;
     out.block_valid[b] = used;
     if (!used) continue;
@@ -516,12 +580,12 @@ SPEC_PLAN_ONCE
   // Rows: some threads per request, about as many as it has rows.
   const int32_t width = team.size() % kRowThreads == 0 ? kRowThreads : 1;
 SPEC_PLAN_ONCE
-  for (int32_t i = team.rank() / width; i < num_requests; i += team.size() / width) {
+  for (int32_t i = row_rank / width; writes_rows && i < num_requests; i += row_size / width) {
     const int32_t q_len = q_len_of[i], begin = q_start_of[i], first_row = first_row_of[i];
     const int32_t next_cta = i + 1 < s.max_requests ? first_cta_of[i + 1] : base.ctas;
     const int32_t chunks = next_cta <= s.grid ? chunks_of[i] : 0;
 SPEC_PLAN_ONCE
-    for (int32_t r = team.rank() % width; r < q_len; r += width) {
+    for (int32_t r = row_rank % width; r < q_len; r += width) {
       out.merge_rows[begin + r] =
           chunks > 0 ? MergeRow{first_row + r * chunks, chunks} : MergeRow{0, 0};
     }
@@ -545,6 +609,8 @@ struct SerialTeam {
     *total = v;
     return Pair{0, 0};
   }
+  SPEC_PLAN_FN int32_t part() const { return 0; }
+  SPEC_PLAN_FN int32_t parts() const { return 1; }
 };
 
 }  // namespace spec_mask

@@ -31,11 +31,10 @@ void attention(const Params& p, uint32_t grid, uint32_t seed) {
   });
 }
 
-template <int WARPS>
-void merge(const Params& p, const PlanArrays& plan, float* lse, int32_t num_rows, int32_t blocks, uint32_t seed) {
-  emulated::launch(blocks, {kMergeThreads, 1, 1}, seed, [&] {
-    merge_partials<kHeadDim, WARPS, DTypeQ>(p.partial_o, p.lse, plan.header, plan.merge_rows, p.o, lse,
-                                            num_rows, static_cast<int32_t>(p.num_qo_heads));
+void merge(const Params& p, const PlanArrays& plan, const MergeLaunch& m, float* lse, int32_t num_rows, uint32_t seed) {
+  const auto kernel = merge_kernel<kHeadDim, DTypeQ>(m);
+  emulated::launch(m.blocks, {static_cast<uint32_t>(32 * m.block_warps), 1, 1}, seed, [&] {
+    kernel(p.partial_o, p.lse, plan.header, plan.merge_rows, p.o, lse, num_rows, static_cast<int32_t>(p.num_qo_heads));
   });
 }
 
@@ -80,9 +79,8 @@ int32_t run(int32_t mode, const PlanShape* shape_, int32_t* buffer, void* partia
 #undef SPEC_MASK_CASE
     if (!found) throw emulated::Fault("no such kernel");
     if (p.partition_kv) {
-      const MergeLaunch m = merge_launch(static_cast<int64_t>(num_rows) * p.num_qo_heads, 2);
-      const auto kernel = m.warps == 16 ? merge<16> : m.warps == 4 ? merge<4> : merge<1>;
-      kernel(p, plan, out_lse, num_rows, m.blocks, seed);
+      const int64_t pairs = static_cast<int64_t>(num_rows) * p.num_qo_heads;
+      merge(p, plan, merge_launch(shape, pairs, kHeadDim), out_lse, num_rows, seed);
     }
   });
 }

@@ -17,10 +17,17 @@ STRICT = ("-O2", "-g", "-Wall", "-Wextra", "-Werror", "-pthread")
 class Planner(HostPlanner):
     """csrc/planner.cuh behind ctypes, on one thread or several."""
 
+    def chunks(self, covered: int, chunk: int) -> int:
+        return self._library.chunks(covered, chunk)
+
+    @property
+    def max_kv_len(self) -> int:
+        return self._library.max_kv_len()
+
     def covered(self, shape: dict[str, int], kv_len: int) -> int:
         return self._library.covered(raw_shape(shape), kv_len)
 
-    def plan(self, shape, seq_lens, query_start_loc, buffer, elements, threads=1) -> dict[str, list[int]]:
+    def plan(self, shape, seq_lens, query_start_loc, buffer, elements, threads=1, teams=1) -> dict[str, list[int]]:
         requests = len(seq_lens)
         arguments = (
             raw_shape(shape),
@@ -29,10 +36,10 @@ class Planner(HostPlanner):
             requests,
             buffer,
         )
-        if threads == 1:
+        if threads == teams == 1:
             self._library.plan(*arguments)
         else:
-            self._library.plan_on_threads(*arguments, threads)
+            self._library.plan_on_threads(*arguments, threads, teams)
         assert list(buffer[elements:]) == [UNTOUCHED] * GUARD, "the planner wrote past its buffer"
         return spec_mask.unpack(shape, list(buffer[:elements]))
 
@@ -66,7 +73,7 @@ class Device:
         self._run("emulate", wrong, seed, sums)
         return list(sums)
 
-    def plan(self, shape, seq_lens, query_start_loc, buffer, elements, threads, seed) -> dict[str, list[int]]:
+    def plan(self, shape, seq_lens, query_start_loc, buffer, elements, threads, blocks, seed) -> dict[str, list[int]]:
         requests = len(seq_lens)
         self._run(
             "plan_on_block",
@@ -76,19 +83,27 @@ class Device:
             requests,
             buffer,
             threads,
+            blocks,
             seed,
         )
         assert list(buffer[elements:]) == [UNTOUCHED] * GUARD, "the planner wrote past its buffer"
         return spec_mask.unpack(shape, list(buffer[:elements]))
 
-    def merge_launch(self, pairs: int, num_sms: int) -> tuple[int, int]:
-        """(warps per pair, blocks) of a merge of so many (row, head) pairs."""
+    def plan_launch(self, max_requests: int) -> tuple[int, int]:
+        """(threads, blocks) of the planner's kernel."""
         out = (ctypes.c_int32 * 2)()
-        self._library.merge_shape(ctypes.c_int64(pairs), num_sms, out)
+        self._library.plan_shape(max_requests, out)
         return out[0], out[1]
 
-    def merge(self, warps, blocks, partial_o, partial_lse, direct, rows, out, lse, seed) -> None:
-        """fp32 tensors as in csrc/merge.cuh; ``rows`` is int32 [num_rows, 2]; ``lse`` may be None."""
+    def merge_launch(self, shape: dict[str, int], pairs: int, head_dim: int) -> tuple[int, int, int]:
+        """(warps per pair, warps per block, blocks) of a merge of so many (row, head) pairs."""
+        out = (ctypes.c_int32 * 3)()
+        self._library.merge_shape(raw_shape(shape), ctypes.c_int64(pairs), head_dim, out)
+        return tuple(out)
+
+    def merge(self, launch, partial_o, partial_lse, direct, rows, out, lse, seed) -> None:
+        """fp32 tensors as in csrc/merge.cuh; ``launch`` as from merge_launch(); ``rows`` is int32 [num_rows, 2];
+        ``lse`` may be None."""
         num_rows, num_heads, head_dim = out.shape
 
         def pointer(tensor):
@@ -97,7 +112,7 @@ class Device:
 
         tensors = [pointer(t) for t in (partial_o, partial_lse)]
         ends = [pointer(t) for t in (rows, out, lse)]
-        self._run("merge", head_dim, warps, blocks, *tensors, direct, *ends, num_rows, num_heads, seed)
+        self._run("merge", head_dim, *launch, *tensors, direct, *ends, num_rows, num_heads, seed)
 
 
 @pytest.fixture(scope="session")

@@ -10,13 +10,16 @@ namespace {
 
 template <int THREADS>
 void plan_block(const PlanShape& shape, const int32_t* seq_lens, const int32_t* query_start_loc,
-                int32_t num_requests, int32_t* buffer, uint32_t seed) {
+                int32_t num_requests, int32_t* buffer, int32_t blocks, uint32_t seed) {
   static typename BlockTeam<THREADS>::Exchange exchange;
-  std::vector<int32_t> scratch(plan_scratch_elements(shape), -1);
+  // One for each block, as shared memory is.
+  const int32_t elements = plan_scratch_elements(shape);
+  std::vector<int32_t> scratch(static_cast<size_t>(blocks) * elements, -1);
   const PlanArrays arrays = plan_arrays(shape, buffer);
-  emulated::launch(1, {THREADS, 1, 1}, seed, [&] {
+  emulated::launch(blocks, {THREADS, 1, 1}, seed, [&] {
     BlockTeam<THREADS> team{&exchange};
-    make_plan(team, shape, seq_lens, query_start_loc, num_requests, arrays, scratch.data());
+    make_plan(team, shape, seq_lens, query_start_loc, num_requests, arrays,
+              scratch.data() + static_cast<size_t>(blockIdx.x) * elements);
   });
 }
 
@@ -24,13 +27,9 @@ template <int HEAD_DIM>
 void merge_blocks(const MergeLaunch& m, const float* partial_o, const float* partial_lse,
                   const PlanHeader* header, const MergeRow* rows, float* o, float* lse, int32_t num_rows,
                   int32_t num_heads, uint32_t seed) {
-  const auto launch = [&](auto kernel) {
-    emulated::launch(m.blocks, {kMergeThreads, 1, 1}, seed,
-                     [&] { kernel(partial_o, partial_lse, header, rows, o, lse, num_rows, num_heads); });
-  };
-  if (m.warps == 16) launch(merge_partials<HEAD_DIM, 16, float>);
-  if (m.warps == 4) launch(merge_partials<HEAD_DIM, 4, float>);
-  if (m.warps == 1) launch(merge_partials<HEAD_DIM, 1, float>);
+  const auto kernel = merge_kernel<HEAD_DIM, float>(m);
+  emulated::launch(m.blocks, {static_cast<uint32_t>(32 * m.block_warps), 1, 1}, seed,
+                   [&] { kernel(partial_o, partial_lse, header, rows, o, lse, num_rows, num_heads); });
 }
 
 }  // namespace
@@ -40,22 +39,27 @@ extern "C" {
 const char* fault() { return emulated::last_fault.c_str(); }
 
 int32_t plan_on_block(const PlanShape* shape, const int32_t* seq_lens, const int32_t* query_start_loc,
-                      int32_t num_requests, int32_t* buffer, int32_t threads, uint32_t seed) {
+                      int32_t num_requests, int32_t* buffer, int32_t threads, int32_t blocks, uint32_t seed) {
   return emulated::guarded([&] {
-    const auto plan = threads == 256   ? plan_block<256>
-                      : threads == 512 ? plan_block<512>
-                                       : plan_block<1024>;
-    plan(*shape, seq_lens, query_start_loc, num_requests, buffer, seed);
+    const auto plan = threads == 128 ? plan_block<128> : plan_block<512>;
+    plan(*shape, seq_lens, query_start_loc, num_requests, buffer, blocks, seed);
   });
 }
 
-void merge_shape(int64_t pairs, int32_t num_sms, int32_t* out) {
-  const MergeLaunch m = merge_launch(pairs, num_sms);
-  out[0] = m.warps;
-  out[1] = m.blocks;
+void plan_shape(int32_t max_requests, int32_t* out) {
+  const PlanLaunch launch = plan_launch(max_requests);
+  out[0] = launch.threads;
+  out[1] = launch.blocks;
 }
 
-int32_t merge(int32_t head_dim, int32_t warps, int32_t blocks, const float* partial_o, const float* partial_lse,
+void merge_shape(const PlanShape* shape, int64_t pairs, int32_t head_dim, int32_t* out) {
+  const MergeLaunch m = merge_launch(*shape, pairs, head_dim);
+  out[0] = m.warps;
+  out[1] = m.block_warps;
+  out[2] = m.blocks;
+}
+
+int32_t merge(int32_t head_dim, int32_t warps, int32_t block_warps, int32_t blocks, const float* partial_o, const float* partial_lse,
               int32_t direct, const MergeRow* rows, float* o, float* lse, int32_t num_rows, int32_t num_heads,
               uint32_t seed) {
   PlanHeader header{};
@@ -65,7 +69,7 @@ int32_t merge(int32_t head_dim, int32_t warps, int32_t blocks, const float* part
                         : head_dim == 96  ? merge_blocks<96>
                         : head_dim == 128 ? merge_blocks<128>
                                           : merge_blocks<256>;
-    kernel(MergeLaunch{warps, blocks}, partial_o, partial_lse, &header, rows, o, lse, num_rows, num_heads, seed);
+    kernel(MergeLaunch{warps, block_warps, blocks}, partial_o, partial_lse, &header, rows, o, lse, num_rows, num_heads, seed);
   });
 }
 

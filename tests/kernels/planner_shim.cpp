@@ -22,7 +22,7 @@ struct ThreadTeam {
     std::vector<Pair> pairs;
   };
   Shared* shared;
-  int32_t index, width;
+  int32_t index, width, number, teams;
 
   int32_t rank() const { return index; }
   int32_t size() const { return shared->threads; }
@@ -30,6 +30,8 @@ struct ThreadTeam {
   int32_t groups() const { return shared->threads / width; }
   int32_t lane() const { return index % width; }
   int32_t lanes() const { return width; }
+  int32_t part() const { return number; }
+  int32_t parts() const { return teams; }
   void sync() const { shared->barrier.arrive_and_wait(); }
 
   // A group's collective must not wait for other groups: groups run different numbers of them.
@@ -65,20 +67,24 @@ struct ThreadTeam {
 
 extern "C" {
 
+int32_t chunks(int32_t covered_tokens, int32_t chunk) { return Chunks(chunk).in(static_cast<float>(covered_tokens)); }
+int32_t max_kv_len() { return kMaxKvLen; }
 int32_t covered(const PlanShape* shape, int32_t kv_len) { return covered_tokens(*shape, kv_len); }
 
 void plan_on_threads(const PlanShape* shape, const int32_t* seq_lens, const int32_t* query_start_loc,
-                     int32_t num_requests, int32_t* buffer, int32_t threads) {
+                     int32_t num_requests, int32_t* buffer, int32_t threads, int32_t teams) {
   const PlanArrays arrays = plan_arrays(*shape, buffer);
-  std::vector<int32_t> scratch(plan_scratch_elements(*shape), -1);
-  ThreadTeam::Shared shared(threads);
-  std::vector<std::thread> workers;
-  for (int32_t t = 0; t < threads; ++t) {
-    workers.emplace_back([&, t] {
-      ThreadTeam team{&shared, t, 1};
-      make_plan(team, *shape, seq_lens, query_start_loc, num_requests, arrays, scratch.data());
-    });
+  for (int32_t number = teams - 1; number >= 0; --number) {  // in no order that a GPU would keep
+    std::vector<int32_t> scratch(plan_scratch_elements(*shape), -1);
+    ThreadTeam::Shared shared(threads);
+    std::vector<std::thread> workers;
+    for (int32_t t = 0; t < threads; ++t) {
+      workers.emplace_back([&, t] {
+        ThreadTeam team{&shared, t, 1, number, teams};
+        make_plan(team, *shape, seq_lens, query_start_loc, num_requests, arrays, scratch.data());
+      });
+    }
+    for (auto& worker : workers) worker.join();
   }
-  for (auto& worker : workers) worker.join();
 }
 }

@@ -33,12 +33,20 @@ def unit(folder, arch="9.0a", tile=32, **options):
 
 
 def test_a_warp_of_its_own_meets_no_barrier(tmp_path):
-    """Up to 32 rows: no barrier of the block in the main loop, and one load, of the page table."""
-    code = unit(tmp_path)
-    assert len(code.in_loop("HMMA")) == 2 * 2 * 16 + 2  # QK, PV and the row sums of 32 rows and 16 tokens
+    """Where its rows are the tile's: no barrier in the main loop, and one load, of the page table."""
+    code = unit(tmp_path, tile=16)
+    assert len(code.in_loop("HMMA")) == 2 * 16 + 1  # QK, PV and the row sums of 16 rows and 16 tokens
     assert code.in_loop("BAR") == []
     assert len(code.in_loop("LDG")) == 1
-    assert len(unit(tmp_path, tile=64).in_loop("BAR")) == 1
+    assert unit(tmp_path / "fp8", dtype_kv="float8_e4m3fn").in_loop("BAR") == []
+    for tile in (32, 64):
+        assert len(unit(tmp_path, tile=tile).in_loop("BAR")) == 1
+
+
+def test_a_group_has_a_barrier_of_its_own(tmp_path):
+    """Of its two warps; the other group's pace is its own."""
+    (barrier,) = unit(tmp_path, tile=64).in_loop("BAR")
+    assert barrier.endswith(", 0x40"), barrier
 
 
 def test_chains_cost_nothing_for_the_mask(tmp_path):

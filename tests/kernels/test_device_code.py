@@ -6,7 +6,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_planner import FUZZ, batches, shapes
+from test_planner import FUZZ, base_shape, batches, shapes
 
 torch = pytest.importorskip("torch")
 
@@ -38,16 +38,16 @@ def test_a_block_plans_what_one_thread_plans(planner, device, data):
     shape, elements, _ = planner.complete(data.draw(shapes()))
     lens, start = data.draw(batches(shape))
     one = planner.plan(shape, lens, start, planner.buffer(elements), elements)
-    # The sizes that csrc/binding.cu launches.
-    requests = shape["max_requests"]
-    threads = 256 if requests <= 32 else 512 if requests <= 256 else 1024
+    threads, blocks = device.plan_launch(shape["max_requests"])
     seed = data.draw(st.integers(0, 2**31))
-    assert device.plan(shape, lens, start, planner.buffer(elements), elements, threads, seed) == one
+    assert device.plan(shape, lens, start, planner.buffer(elements), elements, threads, blocks, seed) == one
 
 
 # -- the merge -----------------------------------------------------------------------------------------
 
 UNTOUCHED = 7.5
+# (warps per pair, warps per block) of the kernels that there are.
+KERNELS = [(16, 16), (8, 8), (4, 4), (2, 16), (2, 4), (1, 16), (1, 4)]
 
 
 def merged(partial_o, partial_lse, rows):
@@ -88,18 +88,19 @@ def partials(counts, num_heads, head_dim, seed):
 
 @pytest.mark.parametrize("with_lse", [True, False], ids=["lse", "no lse"])
 @pytest.mark.parametrize("walk", [False, True], ids=["a turn", "several turns"])
-@pytest.mark.parametrize("warps", [16, 4, 1])
+@pytest.mark.parametrize(("warps", "block_warps"), KERNELS)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_merge(device, head_dim, warps, walk, with_lse):
+def test_merge(device, head_dim, warps, block_warps, walk, with_lse):
     num_heads = 5
     counts = [3, 0, 1, 40, 2, 17, 0, 8, 9, 5, 64, 1, 0]
     o, lse, rows = partials(counts, num_heads, head_dim, seed=warps + head_dim)
     pairs = len(counts) * num_heads
-    blocks = 3 if walk else math.ceil(pairs * warps / 16)
-    assert walk == (blocks * 16 // warps < pairs) or warps == 1
+    blocks = 3 if walk else math.ceil(pairs * warps / block_warps)
+    assert walk == (blocks * block_warps // warps < pairs)
     out = torch.full((len(counts), num_heads, head_dim), UNTOUCHED)
     out_lse = torch.full((len(counts), num_heads), UNTOUCHED)
-    device.merge(warps, blocks, o, lse, 0, rows, out, out_lse if with_lse else None, seed=blocks)
+    launch = (warps, block_warps, blocks)
+    device.merge(launch, o, lse, 0, rows, out, out_lse if with_lse else None, seed=blocks)
     want, want_lse = merged(o, lse, rows)
     skipped = want.isnan()
     assert (out[skipped] == UNTOUCHED).all() and (out_lse[want_lse.isnan()] == UNTOUCHED).all()
@@ -111,9 +112,9 @@ def test_merge(device, head_dim, warps, walk, with_lse):
         assert (out_lse == UNTOUCHED).all()
 
 
-@pytest.mark.parametrize("warps", [16, 4, 1])
+@pytest.mark.parametrize(("warps", "block_warps"), KERNELS)
 @pytest.mark.parametrize("blocks", [1, 7])
-def test_an_unsplit_plan_leaves_the_output_alone(device, warps, blocks):
+def test_an_unsplit_plan_leaves_the_output_alone(device, warps, block_warps, blocks):
     """The LSEs are in the output's order then; a row that belongs to no request keeps what it had."""
     num_heads, head_dim = 6, 64
     counts = [1] * 150 + [0] * 50
@@ -121,16 +122,37 @@ def test_an_unsplit_plan_leaves_the_output_alone(device, warps, blocks):
     rows = torch.tensor([(r, c) for r, c in enumerate(counts)], dtype=torch.int32)
     out = torch.full((200, num_heads, head_dim), UNTOUCHED)
     out_lse = torch.full((200, num_heads), UNTOUCHED)
-    device.merge(warps, blocks, o, lse, 1, rows, out, out_lse, seed=3)
+    device.merge((warps, block_warps, blocks), o, lse, 1, rows, out, out_lse, seed=3)
     assert (out == UNTOUCHED).all()
     assert torch.equal(out_lse[:150], lse[:150]) and (out_lse[150:] == UNTOUCHED).all()
-    device.merge(warps, blocks, o, lse, 1, rows, out, None, seed=3)
+    device.merge((warps, block_warps, blocks), o, lse, 1, rows, out, None, seed=3)
     assert (out == UNTOUCHED).all()
 
 
-@given(pairs=st.integers(1, 2**31 - 1), num_sms=st.sampled_from([1, 20, 46, 82, 108, 132]))
-def test_the_grid_of_a_merge(device, pairs, num_sms):
-    """Every pair in one turn, or a GPU full of blocks; the warps of a block are all used."""
-    warps, blocks = device.merge_launch(pairs, num_sms)
-    assert warps == (16 if pairs <= 512 else 4 if pairs <= 2048 else 1)
-    assert blocks == min(math.ceil(pairs / (16 // warps)), 2 * num_sms)
+@settings(FUZZ)
+@given(data=st.data())
+def test_the_grid_of_a_merge(planner, device, data):
+    """There is a kernel for it, every pair has a turn, and a block a place at once."""
+    shape, _, _ = planner.complete(data.draw(shapes()))
+    pairs = data.draw(st.integers(1, 2**31 - 1) | st.integers(1, 10000))
+    head_dim = data.draw(st.sampled_from([64, 96, 128, 256]))
+    warps, block_warps, blocks = device.merge_launch(shape, pairs, head_dim)
+    assert (warps, block_warps) in KERNELS
+    at_a_time = shape["num_sms"] * 32 // block_warps
+    assert blocks == min(math.ceil(pairs * warps / block_warps), at_a_time)
+    assert warps == 1 or warps * pairs <= 32 * shape["num_sms"]
+
+
+def test_a_pair_has_as_many_warps_as_its_chunks_need(planner, device):
+    """32 and more chunks of 128 elements: a warp asks for 8 at once. Of 256, for 4."""
+    for requests, q_len, head_dim, want in (
+        (1, 1, 128, (4, 4)),  # 33 chunks
+        (1, 1, 256, (8, 8)),
+        (4, 8, 128, (1, 4)),  # 8
+        (4, 8, 256, (2, 4)),
+        (8, 16, 128, (1, 16)),  # 4096 pairs
+        (100, 1, 128, (1, 16)),
+    ):
+        sizes = {"max_requests": requests, "max_rows": requests * q_len, "max_q_len": q_len}
+        shape, _, _ = planner.complete(base_shape(**sizes, tile_q=64, wave_ctas=33, num_sms=132))
+        assert device.merge_launch(shape, requests * q_len * 32, head_dim)[:2] == want, (requests, q_len, head_dim)

@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm_specpatch.kernels.spec_mask import Spec, Tuning, captured_shape
+from vllm_specpatch.kernels.spec_mask import MAX_KV_LEN, Spec, Tuning, captured_shape
 
 AUTO, FIXED, NONE = 0, 1, 2
 FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -163,14 +163,26 @@ def test_result_does_not_depend_on_the_number_of_threads(planner, data):
     shape, elements, _ = planner.complete(data.draw(shapes()))
     lens, start = data.draw(batches(shape))
     one = planner.plan(shape, lens, start, planner.buffer(elements), elements)
-    for threads in (3, 7):
-        many = planner.plan(shape, lens, start, planner.buffer(elements), elements, threads)
+    for threads, teams in ((3, 1), (7, 1), (1, 3), (2, 2)):
+        many = planner.plan(shape, lens, start, planner.buffer(elements), elements, threads, teams)
         used = one["header"][1]
         for name in ("request_indices", "qo_tile_indices", "kv_tile_indices"):
             assert one[name][:used] == many[name][:used]
         for name in one:
             if name not in ("request_indices", "qo_tile_indices", "kv_tile_indices"):
                 assert one[name] == many[name]
+
+
+@settings(FUZZ, max_examples=2000)
+@given(data=st.data())
+def test_chunks_are_counted_exactly(planner, data):
+    """In fp32; whole chunks, and a token more or less, are where rounding would show."""
+    assert planner.max_kv_len == MAX_KV_LEN
+    chunk = 16 * data.draw(st.integers(1, MAX_KV_LEN // 16))
+    whole = chunk * data.draw(st.integers(0, MAX_KV_LEN // chunk))
+    covered = data.draw(st.sampled_from([whole - 1, whole, whole + 1]) | st.integers(1, MAX_KV_LEN))
+    covered = min(max(covered, 1), MAX_KV_LEN)
+    assert planner.chunks(covered, chunk) == -(-covered // chunk)
 
 
 def tuned(tuning=None):
@@ -366,6 +378,7 @@ def test_impossible_lengths_are_contained(planner):
     for lens, bad_start, bit in cases:
         plan = planner.plan(shape, lens, bad_start, planner.buffer(elements), elements)
         assert plan["header"][3] & bit, (lens, bad_start)
+        assert planner.plan(shape, lens, bad_start, planner.buffer(elements), elements, 1, 3) == plan
         assert plan["header"][1] <= shape["grid"]
         for first, count in zip(plan["merge_rows"][::2], plan["merge_rows"][1::2]):
             assert 0 <= first and first + count <= partial_rows

@@ -128,9 +128,16 @@ def test_the_workspace_is_there_before_the_first_request(any_route_bench, loaded
     assert captured.decode.wrapper.plan is not other.decode.wrapper.plan
 
 
-def test_more_requests_than_the_planner_takes_are_refused_before_the_promise(any_route_bench, loaded):
+@pytest.mark.parametrize(
+    ("part", "field", "most"),
+    [
+        ("scheduler_config", "max_num_seqs", spec_mask.MAX_REQUESTS),
+        ("model_config", "max_model_len", spec_mask.MAX_KV_LEN),
+    ],
+)
+def test_more_than_the_planner_takes_is_refused_before_the_promise(any_route_bench, loaded, part, field, most):
     def change(config):
-        config.scheduler_config.max_num_seqs = spec_mask.MAX_REQUESTS + 1
+        setattr(getattr(config, part), field, most + 1)
 
     _, support = asked_first(any_route_bench, change)
     assert support == "UNIFORM_SINGLE_TOKEN_DECODE"
