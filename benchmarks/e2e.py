@@ -27,6 +27,7 @@ import os
 import pathlib
 import pstats
 import random
+import signal
 import sys
 import time
 import warnings
@@ -384,33 +385,22 @@ def profile(generate, steps: int, times: BuildTimes) -> dict:
     }
 
 
-def main() -> None:
-    name, backend = sys.argv[1:3]
-    options = dict(a.split("=", 1) for a in sys.argv[3:])
-    contexts = [int(x) for x in options.get("ctx", "1024").split(",")]
-    batches = [int(x) for x in options.get("bs", "1,8").split(",")]
-    out, repeats = int(options.get("out", 64)), int(options.get("repeats", 3))
+class Stopped(BaseException):
+    """SIGTERM, as from timeout(1): what has been measured is still written. vLLM would catch an Exception."""
 
-    import torch
-    import vllm
+
+def stop(*_) -> None:
+    raise Stopped
+
+
+def measure(llm, lora, turn, options: dict, cells: dict, tokens: dict) -> None:
+    """Fills ``cells`` and the token lists, cell by cell, then what is traced."""
     from vllm import SamplingParams
 
-    messages = Messages()
-    logging.getLogger("vllm").addHandler(messages)
-    started = time.time()
-    llm = make_llm(backend, options, contexts, batches, out)
-    init_s = time.time() - started
-    lora = None
-    if "lora" in options:
-        from vllm.lora.request import LoRARequest
-
-        rank, layers = int(options["lora"]), int(options.get("layers", 8))
-        lora = LoRARequest("random", 1, write_adapter(f"lora{layers}x{rank}", layers, rank))
-    turn = contextlib.nullcontext
-    if "turns" in options:
-        turn = Turns(options["turns"], options.get("as", name)).mine
+    contexts, batches = sizes(options)
+    out, repeats = int(options.get("out", 64)), int(options.get("repeats", 3))
     skip, traced = (options.get(key, "").split(",") for key in ("skip", "profile"))
-    cells, tokens, later = {}, {}, []
+    later = []
     for context in contexts:
         for batch in batches:
             if f"{batch}x{context}" in skip:
@@ -456,6 +446,41 @@ def main() -> None:
                 cells[cell]["profile"] = profile(generate, min(out, 32), times)
         except Exception as e:  # the timings above must not be lost with it
             cells[cell]["profile"] = {"error": repr(e)}
+
+
+def sizes(options: dict) -> tuple[list[int], list[int]]:
+    """Contexts and batches."""
+    contexts, batches = options.get("ctx", "1024"), options.get("bs", "1,8")
+    return [int(x) for x in contexts.split(",")], [int(x) for x in batches.split(",")]
+
+
+def main() -> None:
+    name, backend = sys.argv[1:3]
+    options = dict(a.split("=", 1) for a in sys.argv[3:])
+    import torch
+    import vllm
+
+    messages = Messages()
+    logging.getLogger("vllm").addHandler(messages)
+    started = time.time()
+    llm = make_llm(backend, options, *sizes(options), int(options.get("out", 64)))
+    init_s = time.time() - started
+    lora = None
+    if "lora" in options:
+        from vllm.lora.request import LoRARequest
+
+        rank, layers = int(options["lora"]), int(options.get("layers", 8))
+        lora = LoRARequest("random", 1, write_adapter(f"lora{layers}x{rank}", layers, rank))
+    turn = contextlib.nullcontext
+    if "turns" in options:
+        turn = Turns(options["turns"], options.get("as", name)).mine
+    cells, tokens = {}, {}
+    signal.signal(signal.SIGTERM, stop)
+    stopped = False
+    try:
+        measure(llm, lora, turn, options, cells, tokens)
+    except Stopped:
+        stopped = True
     config = llm.llm_engine.vllm_config
     try:
         graphs = captured_graphs(llm)
@@ -485,6 +510,7 @@ def main() -> None:
         else {n: p["decisions"][-1:] or p["state"] for n, p in status["patches"].items()},
         "init_s": round(init_s, 1),
         "cells": cells,
+        "stopped": stopped,
     }
     if backend == "FLASHINFER":
         import flashinfer

@@ -30,7 +30,8 @@ export PYTHONUNBUFFERED=1
 run() { # NAME BACKEND key=value...
     local name=$1
     shift
-    [ -s "$raw/$name.json" ] && return # an earlier call of this script made it
+    # An earlier call of this script made it; one that was stopped lacks cells.
+    [ -s "$raw/$name.json" ] && ! grep -q '"stopped": true' "$raw/$name.json" && return
     timeout "${LIMIT:-300}" "$python" -P "$checkout/benchmarks/e2e.py" "$name" "$@" "json=$raw/$name.json" \
         > "$out/log/$name.log" 2>&1
     echo "$name rc=$? $(date +%T)"

@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -219,6 +220,31 @@ CHILD_ENVIRONMENT = {
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
+#: The end of a traceback, also behind a rank or in a line of vLLM's log.
+EXCEPTION = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?:: .*)?)$")
+#: What may be said after the cause: log lines, torch's farewell, an exception that names another one.
+NO_CAUSE = re.compile(r"\b(?:INFO|WARNING|Warning)\b|See root cause above")
+
+
+class LastWords:
+    """Of a process that ended without a result, the line that says why: the last exception or the last line.
+
+    torch's and vLLM's own farewells come after the exception ("destroy_process_group() was not called")."""
+
+    def __init__(self) -> None:
+        self._exception = self._line = ""
+
+    def hear(self, line: str) -> None:
+        line = line.strip()
+        self._line = line or self._line
+        found = EXCEPTION.search(line)
+        if found and not NO_CAUSE.search(line):
+            self._exception = found[1]
+
+    def __str__(self) -> str:
+        return (self._exception or self._line)[:300]
+
+
 def run_child(
     asked: Mapping[str, Any],
     environment: Mapping[str, str],
@@ -234,7 +260,7 @@ def run_child(
     """
     env = {**os.environ, **CHILD_ENVIRONMENT, **environment}
     result: dict[str, Any] | None = None
-    said = ""
+    said = LastWords()
     with tempfile.TemporaryDirectory(prefix="specpatch-") as folder, log.open("w", encoding="utf-8") as file:
         # Not the caller's folder, where a checkout would shadow packages; a session of its own, so that the
         # workers of a parallel engine end with it.
@@ -265,7 +291,7 @@ def run_child(
                 elif kind == "PROGRESS":
                     progress(json.loads(rest))
                 else:
-                    said = line.strip() or said
+                    said.hear(line)
                     file.write(line)
                     file.flush()
             child.wait()
@@ -277,7 +303,7 @@ def run_child(
         return result
     if late.is_set():
         raise ChildFailed(f"no result after {timeout:.0f} s; see {log}")
-    raise ChildFailed(f"{said[:300] or f'exit code {child.returncode} without output'}; see {log}")
+    raise ChildFailed(f"{str(said) or f'exit code {child.returncode} without output'}; see {log}")
 
 
 def kill(child: subprocess.Popen[str]) -> None:

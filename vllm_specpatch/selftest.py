@@ -248,8 +248,10 @@ def ask_gpu(route: str, geometry: Geometry, seed: int) -> dict[str, Any]:
         if line.startswith("RESULT "):
             answer: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
             return answer
-    said = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-    raise Fail(said[-1][:300] if said else f"the process ended with {done.returncode} and without output")
+    said = bench.LastWords()
+    for line in (done.stderr or done.stdout).splitlines():
+        said.hear(line)
+    raise Fail(str(said) or f"the process ended with {done.returncode} and without output")
 
 
 def token_requests(

@@ -27,7 +27,9 @@ class Planner(HostPlanner):
     def covered(self, shape: dict[str, int], kv_len: int) -> int:
         return self._library.covered(raw_shape(shape), kv_len)
 
-    def plan(self, shape, seq_lens, query_start_loc, buffer, elements, threads=1, teams=1) -> dict[str, list[int]]:
+    def plan(
+        self, shape, seq_lens, query_start_loc, buffer, elements, threads=1, teams=1
+    ) -> dict[str, list[int]]:
         requests = len(seq_lens)
         arguments = (
             raw_shape(shape),
@@ -73,7 +75,9 @@ class Device:
         self._run("emulate", wrong, seed, sums)
         return list(sums)
 
-    def plan(self, shape, seq_lens, query_start_loc, buffer, elements, threads, blocks, seed) -> dict[str, list[int]]:
+    def plan(
+        self, shape, seq_lens, query_start_loc, buffer, elements, threads, blocks, seed
+    ) -> dict[str, list[int]]:
         requests = len(seq_lens)
         self._run(
             "plan_on_block",
@@ -102,8 +106,8 @@ class Device:
         return tuple(out)
 
     def merge(self, launch, partial_o, partial_lse, direct, rows, out, lse, seed) -> None:
-        """fp32 tensors as in csrc/merge.cuh; ``launch`` as from merge_launch(); ``rows`` is int32 [num_rows, 2];
-        ``lse`` may be None."""
+        """fp32 tensors as in csrc/merge.cuh; ``launch`` is as from merge_launch(), ``rows`` int32
+        [num_rows, 2]; ``lse`` may be None."""
         num_rows, num_heads, head_dim = out.shape
 
         def pointer(tensor):

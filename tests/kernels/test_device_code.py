@@ -155,4 +155,8 @@ def test_a_pair_has_as_many_warps_as_its_chunks_need(planner, device):
     ):
         sizes = {"max_requests": requests, "max_rows": requests * q_len, "max_q_len": q_len}
         shape, _, _ = planner.complete(base_shape(**sizes, tile_q=64, wave_ctas=33, num_sms=132))
-        assert device.merge_launch(shape, requests * q_len * 32, head_dim)[:2] == want, (requests, q_len, head_dim)
+        assert device.merge_launch(shape, requests * q_len * 32, head_dim)[:2] == want, (
+            requests,
+            q_len,
+            head_dim,
+        )

@@ -135,7 +135,7 @@ def test_the_workspace_is_there_before_the_first_request(any_route_bench, loaded
         ("model_config", "max_model_len", spec_mask.MAX_KV_LEN),
     ],
 )
-def test_more_than_the_planner_takes_is_refused_before_the_promise(any_route_bench, loaded, part, field, most):
+def test_more_than_the_planner_takes_is_refused_before_promising(any_route_bench, loaded, part, field, most):
     def change(config):
         setattr(getattr(config, part), field, most + 1)
 

@@ -508,6 +508,35 @@ def test_a_child_that_dies_is_one_line(child):
         child("raise ValueError('no memory')")
 
 
+LAST_WORDS = [
+    ("[rank0]: AssertionError: Error in memory profiling. Initial free memory 42.45 GiB, current 43.12",),
+    ("(EngineCore_DP0 pid=7) ERROR 11-30 20:39:38 [core.py:842] torch.OutOfMemoryError: CUDA out of memory.",
+     "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"),
+    ("KeyboardInterrupt",),
+    ("vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.",
+     "WARNING 11-30 20:39:30 [flashinfer.py:369] Failed to connect: (Caused by NameResolutionError: no host"),
+    ("Killed",),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("lines", LAST_WORDS, ids=lambda lines: lines[0].split()[-1])
+def test_the_cause_is_said_and_not_the_farewell(lines):
+    """As vLLM 0.27.1 ends on a GPU that is full."""
+    said = bench.LastWords()
+    farewell = (
+        "[rank0]:[W1130 ProcessGroupNCCL.cpp:1575] Warning: WARNING: destroy_process_group() was not called"
+    )
+    for line in (
+        "  raise RuntimeError(",
+        "    ^^^^^",
+        *lines,
+        "",
+        *([farewell] if lines != ("Killed",) else []),
+    ):
+        said.hear(line + "\n")
+    assert lines[0].endswith(str(said)) and len(str(said)) >= len(lines[0].split(": ")[-1])
+
+
 def test_a_child_that_hangs_leaves_no_process(child, tmp_path):
     with pytest.raises(bench.ChildFailed, match="no result after 3 s"):
         child(
