@@ -49,6 +49,11 @@ METADATA_FIELDS = {
 }
 
 
+def _first(tensor: Any, count: int) -> Any:
+    """The first rows. A batch of decodes has no others, and to slice takes five times as long as to ask."""
+    return tensor if tensor.size(0) == count else tensor[:count]
+
+
 class SpecMaskDecode:
     """What ``FIDecode.wrapper`` holds for one batch: a planned shape and the batch's block table.
 
@@ -216,24 +221,28 @@ class SpecMaskRoute:
     @classmethod
     def prepare(cls, vllm_config: Any, flashinfer_backend: Any, max_q_len: int) -> Finding | None:
         """Loads, and if need be compiles, the modules of all layers of the model on this backend."""
-        requests = vllm_config.scheduler_config.max_num_seqs
-        if requests > spec_mask.MAX_REQUESTS:
-            return Finding(
-                State.REFUSED,
-                "more requests at a time than the planner takes",
-                wanted=f"max_num_seqs up to {spec_mask.MAX_REQUESTS}",
-                found=str(requests),
-                next_step="lower --max-num-seqs",
-            )
-        length = vllm_config.model_config.max_model_len
-        if length > spec_mask.MAX_KV_LEN:
-            return Finding(
-                State.REFUSED,
-                "longer requests than the planner takes",
-                wanted=f"max_model_len up to {spec_mask.MAX_KV_LEN}",
-                found=str(length),
-                next_step="lower --max-model-len",
-            )
+        for option, found, most, what in (
+            (
+                "max_num_seqs",
+                vllm_config.scheduler_config.max_num_seqs,
+                spec_mask.MAX_REQUESTS,
+                "more requests at a time",
+            ),
+            (
+                "max_model_len",
+                vllm_config.model_config.max_model_len,
+                spec_mask.MAX_KV_LEN,
+                "longer requests",
+            ),
+        ):
+            if found > most:
+                return Finding(
+                    State.REFUSED,
+                    f"{what} than the planner takes",
+                    wanted=f"{option} up to {most}",
+                    found=str(found),
+                    next_step=f"lower --{option.replace('_', '-')}",
+                )
         try:
             for spec in layer_specs(vllm_config, flashinfer_backend, max_q_len):
                 load(spec)
@@ -359,9 +368,9 @@ class SpecMaskRoute:
         # rows of unequal length, which a plan for uniform ones would drop (dynamic k: 6 + 2 rows where 2 x 4
         # were captured).
         graph = capturing and not prefills and (self._ragged_graphs or decode_tokens % decodes == 0)
-        block_table = common.block_table_tensor[:decodes]
+        block_table = _first(common.block_table_tensor, decodes)
         plan = self.plan_for(decodes, decode_tokens, common.causal, block_table, graph)
-        lengths = common.seq_lens[:decodes], common.query_start_loc[: decodes + 1]
+        lengths = _first(common.seq_lens, decodes), _first(common.query_start_loc, decodes + 1)
         wrapper = SpecMaskDecode(self, plan, *lengths, block_table)
         decode = self._backend.FIDecode(wrapper=wrapper)
         if prefills:
