@@ -3,8 +3,10 @@
 The kernels need a GPU; their Python surface is recorded here (their own tests are in tests/kernels)."""
 
 import contextlib
+import sys
 
 import pytest
+import wrapt
 
 from vllm_specpatch import gate
 from vllm_specpatch.patches import native, seams
@@ -111,6 +113,29 @@ def test_a_steady_state_step_reads_nothing_from_the_device(bench):
     assert metadata.decode.wrapper.block_table.data_ptr() == common.block_table_tensor.data_ptr()
     assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.num_prefills) == (2, 8, 0)
     assert metadata.slot_mapping is common.slot_mapping and metadata.causal is True
+
+
+def test_a_build_makes_no_views_and_skips_our_own_wrapper(bench):
+    """Half of its time. A batch that is padded past its decodes is still cut."""
+    from vllm.v1.attention.backends import flashinfer
+
+    b = bench(k=3)
+    metadata, _, common = steady(b, [4, 4], [100, 5])
+    (lengths, starts), table = metadata.decode.wrapper.plan.updates[-1], metadata.decode.wrapper.block_table
+    assert (
+        lengths is common.seq_lens and starts is common.query_start_loc and table is common.block_table_tensor
+    )
+    assert type(flashinfer.split_decodes_and_prefills) is wrapt.FunctionWrapper
+    calls = []
+    sys.setprofile(lambda frame, event, _: event == "call" and calls.append(frame.f_code.co_name))
+    try:
+        with b.current(b.config):
+            b.builder.build(common_prefix_len=0, common_attn_metadata=common)
+    finally:
+        sys.setprofile(None)
+    assert calls.count("split_decodes_and_prefills") == 1
+    metadata, _, _ = steady(b, [4, 40], [100, 60])
+    assert metadata.decode.wrapper.block_table.shape[0] == metadata.num_decodes == 1
 
 
 def test_the_first_layer_plans_and_build_launches_nothing(bench):
