@@ -1,4 +1,5 @@
-// The attention kernels of one spec on emulated thread blocks (emulated/), compiled with g++, and the merge. spec_mask_spec.h is the spec's own.
+// The attention kernels of one spec on emulated thread blocks (emulated/), compiled with g++, and the merge.
+// spec_mask_spec.h is the spec's own.
 #define EMULATED_BESIDE_CUDA
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -72,7 +73,7 @@ int32_t run(int32_t mode, const PlanShape* shape_, int32_t* buffer, void* partia
     bool found = false;
 #define SPEC_MASK_CASE(MODE, TILE_Q)                                                           \
   if (mode == static_cast<int32_t>(MaskMode::MODE) && shape.tile_q == TILE_Q) {                \
-    attention<MaskMode::MODE, TILE_Q>(p, shape.grid, seed);                                                \
+    attention<MaskMode::MODE, TILE_Q>(p, shape.grid, seed);                                    \
     found = true;                                                                              \
   }
     SPEC_MASK_UNITS(SPEC_MASK_CASE)
@@ -98,7 +99,7 @@ int32_t convert(uint32_t x, uint32_t* words) {
 int32_t tile_kv(int32_t mode, int32_t tile_q) {
 #define SPEC_MASK_CASE(MODE, TILE_Q)                                                           \
   if (mode == static_cast<int32_t>(MaskMode::MODE) && tile_q == TILE_Q) {                      \
-    return StreamLayout<TILE_Q>::kTileKv;                                                              \
+    return StreamLayout<TILE_Q>::kTileKv;                                                      \
   }
   SPEC_MASK_UNITS(SPEC_MASK_CASE)
 #undef SPEC_MASK_CASE

@@ -112,16 +112,6 @@ class Block {
     thread.wait = Wait::none;
   }
 
-  // Barrier that tells whether some thread said yes. Three slots: who is still to read the last answer has
-  // not come here, and the one before it has been read by all.
-  bool block_or(bool yes) {
-    const uint32_t at = barrier_;
-    either_[(at + 1) % 3] = false;
-    either_[at % 3] = either_[at % 3] || yes;
-    block_barrier();
-    return either_[at % 3];
-  }
-
   // Every lane's word, once all live lanes have come here.
   const uint64_t* exchange(uint32_t mask, uint64_t word) {
     Thread& thread = threads_[running_];
@@ -237,7 +227,6 @@ class Block {
   const std::function<void()>& body_;
   jmp_buf scheduler_;
   uint32_t running_ = 0, live_, arrived_ = 0, barrier_ = 0;
-  bool either_[3] = {};
   std::string error_;
 };
 
@@ -294,7 +283,6 @@ T fold(uint32_t mask, T value, Combine combine) {
 }  // namespace emulated
 
 inline void __syncwarp() { (void)emulated::exchange(0xffffffffu, 0); }
-inline int __syncthreads_or(int yes) { return emulated::Block::current->block_or(yes != 0); }
 inline void __syncthreads() { emulated::Block::current->block_barrier(); }
 
 template <typename T>
