@@ -225,8 +225,6 @@ constexpr bool kUseSoftCap = {str(spec.soft_cap).lower()};
 constexpr bool kCausalWords = {str(spec.has_words).lower()};
 constexpr int32_t kSmemPerSm = {per_sm} * 1024;
 constexpr int32_t kSmemPerBlock = {per_block} * 1024;
-constexpr uint32_t kStreamTokens = {spec.tokens};
-constexpr uint32_t kStreamStages = {spec.stages};
 }}  // namespace spec_mask
 
 #define SPEC_MASK_SM {arch.number.replace(".", "")}

@@ -127,9 +127,6 @@ class Spec:
                      tiles are built
     ``words``        build words into the causal kernels, for draft trees; chains need none, and the main
                      loop has a third more instructions with them. Kernels of kind "bits" have them anyway
-    ``tokens``, ``stages``
-                     for measurements: KV tokens of a group's tile (16 or 32) and tiles in shared
-                     memory (2 to 4), see StreamLayout in csrc/stream.cuh. 0 leaves the choice to it
     """
 
     head_dim: int
@@ -141,8 +138,6 @@ class Spec:
     masks: tuple[str, ...] = ("causal",)
     max_q_len: int = 16
     words: bool = False
-    tokens: int = 0
-    stages: int = 0
 
     def __post_init__(self) -> None:
         _need(
@@ -194,9 +189,6 @@ class Spec:
             self.max_q_len,
             "pass the longest query of a request",
         )
-        for name, allowed in (("tokens", (0, 16, 32)), ("stages", (0, 2, 3, 4))):
-            found = getattr(self, name)
-            _need(found in allowed, name, f"one of {allowed}", found, "leave it at 0 outside measurements")
 
     @property
     def has_words(self) -> bool:
@@ -223,8 +215,6 @@ class Spec:
             "masks": sorted(self.masks),
             "tiles": list(self.tiles),
             "words": self.has_words,
-            "tokens": self.tokens,
-            "stages": self.stages,
         }
 
     def describe(self) -> str:

@@ -58,10 +58,11 @@ struct BlockTeam {
   }
 
   __device__ static Totals warp_reduce(Totals v) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      v.tokens += __shfl_xor_sync(0xffffffffu, v.tokens, offset);
-    }
+    // Two sums of 32 bits, each one instruction; of 64 bits there is none. A q tile counts fewer than 2^24 tokens and
+    // tiles have 31 bits, so the upper sum has them too, and the lower one is of 32 times 24 bits.
+    const uint32_t low = __reduce_add_sync(0xffffffffu, static_cast<uint32_t>(v.tokens) & 0xffffffu);
+    const uint32_t high = __reduce_add_sync(0xffffffffu, static_cast<uint32_t>(v.tokens >> 24));
+    v.tokens = (static_cast<int64_t>(high) << 24) + low;
     v.tiles = __reduce_add_sync(0xffffffffu, v.tiles);
     v.longest = __reduce_max_sync(0xffffffffu, v.longest);
     v.rows = __reduce_max_sync(0xffffffffu, v.rows);
@@ -105,14 +106,12 @@ struct BlockTeam {
     __syncthreads();
     if (lane() == 31) exchange->pairs[group()] = make_int2(inclusive.ctas, inclusive.rows);
     __syncthreads();
-    Pair warps{0, 0};
-    if (lane() < kWarps) warps = Pair{exchange->pairs[lane()].x, exchange->pairs[lane()].y};
-    warps = warp_scan(warps, lane());
-    total->ctas = __shfl_sync(0xffffffffu, warps.ctas, 31);
-    total->rows = __shfl_sync(0xffffffffu, warps.rows, 31);
-    Pair before{__shfl_sync(0xffffffffu, warps.ctas, (group() + 31) % 32),
-                __shfl_sync(0xffffffffu, warps.rows, (group() + 31) % 32)};
-    if (group() == 0) before = Pair{0, 0};
+    Pair warp{0, 0};
+    if (lane() < kWarps) warp = Pair{exchange->pairs[lane()].x, exchange->pairs[lane()].y};
+    total->ctas = group_sum(warp.ctas);
+    total->rows = group_sum(warp.rows);
+    const bool earlier = lane() < group();
+    const Pair before{group_sum(earlier ? warp.ctas : 0), group_sum(earlier ? warp.rows : 0)};
     return Pair{before.ctas + inclusive.ctas - v.ctas, before.rows + inclusive.rows - v.rows};
   }
 };

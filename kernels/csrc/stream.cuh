@@ -98,7 +98,6 @@ struct StreamLayout {
 
   // Tokens of a group's tile. 32 halve what is paid per tile; 16 leave room for a second block, or registers.
   static constexpr uint32_t pick_tokens() {
-    if (kStreamTokens > 0) return kStreamTokens;
     return kMmaQ < 4 && kPitchKv * kWarpsKv < 1024 && fits(kWarpsKv, 32, 2, 1) ? 32 : 16;
   }
   static constexpr uint32_t kTokens = pick_tokens();
@@ -113,7 +112,7 @@ struct StreamLayout {
     }
     return fits(kWarpsKv, kTokens, 2, 1) ? 2 : 0;
   }
-  static constexpr uint32_t kStages = kStreamStages > 0 ? kStreamStages : kTwoBlocks ? 2 : most_stages();
+  static constexpr uint32_t kStages = kTwoBlocks ? 2 : most_stages();
   static_assert(kStages >= 2, "no KV tile of this head_dim and query tile fits the shared memory of the target");
   static constexpr uint32_t kStageBytes = stage_bytes(kWarpsKv, kTokens);
   static constexpr uint32_t kRowBytes = row_bytes(kWarpsKv);

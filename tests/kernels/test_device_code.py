@@ -2,11 +2,14 @@
 
 import itertools
 import math
+import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_planner import FUZZ, base_shape, batches, shapes
+
+from vllm_specpatch.kernels.spec_mask import MAX_KV_LEN
 
 torch = pytest.importorskip("torch")
 
@@ -41,6 +44,21 @@ def test_a_block_plans_what_one_thread_plans(planner, device, data):
     threads, blocks = device.plan_launch(shape["max_requests"])
     seed = data.draw(st.integers(0, 2**31))
     assert device.plan(shape, lens, start, planner.buffer(elements), elements, threads, blocks, seed) == one
+
+
+@pytest.mark.parametrize("requests", [2, 5, 32, 100, 256, 1024])
+def test_a_block_sums_lengths_without_loss(planner, device, requests):
+    # Up to 2^24 - 1 tokens a request, where lengths end: more of all than a word of 32 bits counts.
+    shape, elements, _ = planner.complete(
+        base_shape(max_requests=requests, max_rows=64 * requests, max_q_len=64, max_kv_len=MAX_KV_LEN)
+    )
+    threads, blocks = device.plan_launch(requests)
+    source = random.Random(requests)
+    start = list(range(0, 64 * requests + 1, 64))
+    for _ in range(5):
+        lens = [source.randint(1, MAX_KV_LEN) for _ in range(requests)]
+        one = planner.plan(shape, lens, start, planner.buffer(elements), elements)
+        assert device.plan(shape, lens, start, planner.buffer(elements), elements, threads, blocks, 0) == one
 
 
 # -- the merge -----------------------------------------------------------------------------------------

@@ -60,8 +60,6 @@ def test_tiles_cover_every_q_len():
         {"masks": ()},
         {"masks": ("tree",)},
         {"max_q_len": 0},
-        {"tokens": 64},
-        {"stages": 1},
     ],
 )
 def test_bad_specs_raise(change):
@@ -82,8 +80,6 @@ def test_uri_depends_on_everything(monkeypatch):
         {"soft_cap": True},
         {"masks": ("bits",)},
         {"max_q_len": 64},
-        {"tokens": 16},
-        {"stages": 3},
         {"words": True},
     ]
     for change in changes:
