@@ -1,4 +1,5 @@
-"""Prints results of benchmarks/e2e.py side by side: ratios to the first file, and whether tokens are equal.
+"""Prints results of benchmarks/e2e.py side by side: ratios to the first file (in a cell that it lacks, to the
+first that has it), and whether tokens are equal.
 
     python benchmarks/compare.py stock.json patched.json flash_attn.json [--write results.json]
 
@@ -47,16 +48,18 @@ def main() -> None:
         for line in r["downgrade"]:
             print(f"{'':24} {line[:130]}")
     print()
-    for cell in base["cells"]:
-        for r in results:
-            if cell not in r["cells"]:
-                continue
-            c, reference = r["cells"][cell], base["cells"][cell]
-            same = first_difference(base["tokens"][cell], r["tokens"][cell])
-            r["cells"][cell] |= {
+    for cell in dict.fromkeys(cell for r in results for cell in r["cells"]):
+        having = [r for r in results if cell in r["cells"]]
+        first = having[0]
+        for r in having:
+            c, reference = r["cells"][cell], first["cells"][cell]
+            same = first_difference(first["tokens"][cell], r["tokens"][cell])
+            c |= {
                 "ratio_to_first": round(c["ms_per_step"] / reference["ms_per_step"], 3),
                 "tokens_vs_first": same,
             }
+            if first is not base:  # it was stopped before this cell
+                c["first"] = first["name"]
             print(
                 f"{cell:14} {r['name']:24} {c['ms_per_step']:8.3f} ms (spread {c['spread_ms']:.2f}) "
                 f"x{c['ms_per_step'] / reference['ms_per_step']:.3f}  tokens {same}"

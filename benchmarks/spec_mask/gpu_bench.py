@@ -20,6 +20,7 @@ bench.json (or tune.json) to --out or $OUT.
 """
 
 import argparse
+import ctypes
 import dataclasses
 import json
 import os
@@ -213,6 +214,9 @@ class Xqa:
     def __init__(self, inputs: Inputs) -> None:
         from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
+        # Its modules call the driver. One that was linked where there is none does not name it, and then the
+        # process ends at the first such call (with fp8: 1 and 16 rows).
+        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
         if Xqa.workspace is None:
             Xqa.workspace = torch.zeros(256 * 2**20, dtype=torch.uint8, device="cuda")
         self.function, self.inputs = xqa_batch_decode_with_kv_cache, inputs
