@@ -26,6 +26,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,6 +193,7 @@ def module_uri(spec: Spec, arch: Arch, version: str | None = None) -> str:
             "arch": arch.name,
             "flashinfer": version or flashinfer_version(),
             "sources": source_digest(),
+            "generated": [spec_header(spec, arch), *cuda_flags(arch)],
         },
         sort_keys=True,
     )
@@ -232,6 +234,12 @@ constexpr int32_t kSmemPerBlock = {per_block} * 1024;
 """
 
 
+def _partial(path: Path) -> Path:
+    """A name of its own beside ``path``, to write to and then rename. Processes that share a cache may have
+    the same number: in containers the first has 1."""
+    return path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+
+
 def write_sources(spec: Spec, arch: Arch, folder: Path) -> list[Path]:
     """Writes the generated header and one unit per (mask, tile); returns all .cu files.
 
@@ -247,7 +255,7 @@ def write_sources(spec: Spec, arch: Arch, folder: Path) -> list[Path]:
     for name, text in texts.items():
         path = folder / name
         if not path.exists() or path.read_text() != text:
-            partial = path.with_name(f"{name}.{os.getpid()}")
+            partial = _partial(path)
             partial.write_text(text)
             partial.replace(path)
     units = [folder / name for name in texts if name.endswith(".cu")]
@@ -297,7 +305,7 @@ def libcuda_stub(folder: Path) -> list[str]:
     target = folder / "libcuda.so"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"libcuda.{os.getpid()}.so"
+        partial = _partial(target)
         subprocess.run(
             [
                 os.environ.get("CXX", "c++"),
@@ -383,7 +391,7 @@ def _write_note(library: Path, spec: Spec, arch: Arch) -> None:
         "flashinfer": flashinfer_version(),
         "spec": dataclasses.asdict(spec),
     }
-    partial = library.with_suffix(f".json.{os.getpid()}")
+    partial = _partial(_note_of(library))
     partial.write_text(json.dumps(note, indent=2) + "\n")
     partial.replace(_note_of(library))
 
@@ -410,10 +418,17 @@ def compile_jit(jit: Any) -> None:
     jit.build(verbose=False, need_lock=False)
 
 
-def build(spec: Spec, arch: Arch, before_build: Callable[[str], None] | None = None) -> Path:
+def build(
+    spec: Spec,
+    arch: Arch,
+    before_build: Callable[[str], None] | None = None,
+    unloadable: str | None = None,
+) -> Path:
     """The library of a module in FlashInfer's JIT cache, built if need be. Idempotent.
 
     ``before_build`` is called with one line for the user when this process is about to compile.
+    ``unloadable`` is the sha256 of a library that did not load: if that is the one in the cache, another is
+    built, from nothing.
 
     Runs under FlashInfer's lock for this module, so that concurrent processes build once. What an
     interrupted build left is completed if possible, else started over. Needs a compiler only if
@@ -423,7 +438,11 @@ def build(spec: Spec, arch: Arch, before_build: Callable[[str], None] | None = N
     check_flashinfer(version)
     _name_architecture(arch)
     library = cached_library(module_uri(spec, arch, version))
-    if is_whole(library):
+
+    def is_there() -> bool:
+        return is_whole(library) and (unloadable is None or _sha256(library) != unloadable)
+
+    if is_there():
         return library
     if find_nvcc() is None:
         raise _no_compiler(spec, arch)
@@ -431,8 +450,11 @@ def build(spec: Spec, arch: Arch, before_build: Callable[[str], None] | None = N
     from filelock import FileLock
 
     with FileLock(jit.lock_path, thread_local=False):
-        if is_whole(library):  # another process was here first
+        if is_there():  # another process was here first
             return library
+        if unloadable is not None:  # its objects are of the same toolkit
+            shutil.rmtree(library.parent, ignore_errors=True)
+            jit = jit_spec(spec, arch)
         # Ninja would take a half-written library for a finished one.
         library.unlink(missing_ok=True)
         leftovers = any(library.parent.glob("*.o"))
@@ -529,18 +551,56 @@ def load_module(
     """The loaded module (tvm_ffi) of a spec for the current device; built if need be, which
     ``before_build`` hears of first.
 
+    A library that does not load (of another CUDA release, in a cache that outlived an image) is built anew.
+
     Raises BuildError when there is neither a prebuilt module nor a compiler, when FlashInfer is
-    not a supported version, and when compilation fails (with the compiler's output).
+    not a supported version, when compilation fails (with the compiler's output), and when what was
+    built does not load.
     """
     arch = arch or Arch.of_device()
     uri = module_uri(spec, arch)
     with _loaded_lock:
         if uri not in _loaded:
-            import tvm_ffi
-
-            library = find_ahead(spec, arch) or build(spec, arch, before_build)
-            _loaded[uri] = tvm_ffi.load_module(str(library))
+            _loaded[uri] = _load_ahead(spec, arch, before_build) or _load_built(spec, arch, before_build)
         return _loaded[uri]
+
+
+def _load(library: Path) -> Any:
+    import tvm_ffi
+
+    try:
+        return tvm_ffi.load_module(str(library))
+    except (RuntimeError, OSError) as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise BuildError(
+            f"spec_mask: wanted a module that loads, found {library}: {said[-1].strip()}; "
+            "build it with the CUDA release of this environment's torch"
+        ) from error
+
+
+def _load_ahead(spec: Spec, arch: Arch, say: Callable[[str], None] | None) -> Any | None:
+    """The module built ahead, loaded; None if there is none, or one that does not load while another may."""
+    library = find_ahead(spec, arch)
+    if library is None:
+        return None
+    try:
+        return _load(library)
+    except BuildError as error:
+        if find_nvcc() is None and not is_whole(cached_library(module_uri(spec, arch))):
+            raise
+        if say is not None:
+            say(f"{error}; looking for another")
+        return None
+
+
+def _load_built(spec: Spec, arch: Arch, before_build: Callable[[str], None] | None) -> Any:
+    library = build(spec, arch, before_build)
+    try:
+        return _load(library)
+    except BuildError:
+        if find_nvcc() is None:
+            raise
+        return _load(build(spec, arch, before_build, unloadable=_sha256(library)))
 
 
 # --- building ahead -----------------------------------------------------------------------------
@@ -724,7 +784,7 @@ def _prebuild_child(request: dict[str, Any]) -> list[str]:
         target = Path(request["out"]) / built.stem / built.name
         if not (is_whole(target) and _sha256(target) == _sha256(built)):
             target.parent.mkdir(parents=True, exist_ok=True)
-            partial = target.with_suffix(f".so.{os.getpid()}")
+            partial = _partial(target)
             shutil.copyfile(built, partial)
             partial.replace(target)
             _write_note(target, spec, arch)

@@ -350,7 +350,8 @@ def captured_shape(
         "tile_q": spec.tile(max_q_len),
         "granule": granule,
         "min_chunk": -(-max(tuning.min_chunk, facts["tile_kv"]) // granule) * granule,
-        "window_left": max(window_left, -1),
+        # A longer window sees all, and the kernels add to it.
+        "window_left": min(max(window_left, -1), MAX_KV_LEN),
         "split_mode": mode,
         "fixed_chunk": fixed,
         "wave_ctas": max(1, facts["num_sms"] * facts["ctas_per_sm"] // num_kv_heads),
@@ -386,6 +387,8 @@ class Plan:
     serves any number of layers of one shape one after the other on one stream; two streams need
     two plans.
     """
+
+    _requests = 0  # of the last update
 
     def __init__(
         self,
@@ -511,7 +514,8 @@ class Plan:
         ``seq_lens`` int32 ``[requests]``, KV tokens of each request with its query tokens;
         ``query_start_loc`` int32 ``[requests + 1]``, non-decreasing row offsets. Both contiguous on
         the plan's device, ``requests <= max_requests``. A request without rows (padding) may have
-        any length. The lengths are copied: the tensors may change once the kernel has run.
+        any length. The lengths are copied: the tensors may change once the kernel has run. Rows before
+        the first offset belong to no request.
         """
         self._check_lengths("seq_lens", seq_lens)
         self._check_lengths("query_start_loc", query_start_loc)
@@ -531,6 +535,7 @@ class Plan:
             "pass one offset more than requests",
         )
         self.module.ffi.plan(self.buffer, seq_lens, query_start_loc, self._shape)
+        self._requests = requests
 
     def _check_lengths(self, name: str, tensor: torch.Tensor) -> None:
         import torch
@@ -690,6 +695,13 @@ def run(
         "make the plan with this table's row stride",
     )
     _need(
+        page_table.shape[0] >= plan._requests,
+        "page_table",
+        lambda: f"a row for each of the {plan._requests} requests of the last update",
+        page_table.shape[0],
+        "pass the table of the batch that was planned",
+    )
+    _need(
         shape["max_kv_len"] <= shape["page_table_stride"] * page_size,
         "page_table",
         lambda: f"rows for {shape['max_kv_len']} tokens",
@@ -734,10 +746,10 @@ def run(
     if out is None:
         out = torch.empty(rows, heads, spec.head_dim, dtype=dtype, device=q.device)
     _need(
-        out.shape == q.shape and out.dtype == dtype and out.is_contiguous(),
+        out.shape == q.shape and out.dtype == dtype and out.is_contiguous() and out.data_ptr() % 16 == 0,
         "out",
-        lambda: f"contiguous {spec.dtype_q} {tuple(q.shape)}",
-        lambda: f"{out.dtype} {tuple(out.shape)}",
+        lambda: f"contiguous {spec.dtype_q} {tuple(q.shape)}, 16-byte aligned",
+        lambda: f"{out.dtype} {tuple(out.shape)} with strides {out.stride()} at {out.data_ptr():#x}",
         "pass a contiguous buffer",
     )
     if lse is not None:
@@ -751,6 +763,7 @@ def run(
     for name, tensor in (
         ("q", q),
         ("k_cache", k_cache),
+        ("v_cache", v_cache),
         ("page_table", page_table),
         ("out", out),
         ("mask", mask),
@@ -807,9 +820,11 @@ def _check_cache(name: str, cache: torch.Tensor, layout: str, plan: Plan) -> Non
     _need(
         cache.stride(3) == 1
         and all(stride * size % 16 == 0 for stride in cache.stride()[:3])
+        # The binding divides by what the distances of pages and tokens have in common.
+        and (cache.stride(0) > 0 or cache.stride(1 if layout == "NHD" else 2) > 0)
         and cache.data_ptr() % 16 == 0,
         name,
-        "16-byte aligned tokens and heads",
+        "16-byte aligned tokens and heads, not all in one place",
         lambda: f"strides {cache.stride()}",
         "pass a view of the whole cache",
     )

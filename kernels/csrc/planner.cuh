@@ -525,6 +525,11 @@ SPEC_PLAN_ONCE
   for (int32_t r = row_rank + (valid ? all.rows : 0); writes_rows && r < s.max_rows; r += row_size) {
     out.merge_rows[r] = MergeRow{0, 0};
   }
+  // In a valid plan offsets rise: the only other rows of nobody are those before the first offset.
+SPEC_PLAN_ONCE
+  for (int32_t r = row_rank; writes_rows && r < q_start_of[0]; r += row_size) {
+    out.merge_rows[r] = MergeRow{0, 0};
+  }
   if (!valid) team.sync();
 
   const Chunks cut(chunk);
@@ -553,7 +558,11 @@ SPEC_PLAN_ONCE
     base.ctas += total.ctas;
     base.rows += total.rows;
   }
-  const int32_t num_ctas = min_i32(base.ctas, s.grid);
+  team.sync();
+  // More than the grid holds only if offsets overlap. Requests from the first that does not fit whole on are then
+  // left out: part of one would write partial rows beyond those that there are.
+  const int32_t num_ctas =
+      base.ctas <= s.grid ? base.ctas : first_cta_of[last_at_most(first_cta_of, num_requests, s.grid)];
   if (rank == 0) {
     out.o_indptr[s.max_requests] = direct ? all.rows : base.rows;
     out.header->kv_chunk = chunk;
@@ -562,7 +571,6 @@ SPEC_PLAN_ONCE
     out.header->status = base.ctas > s.grid ? all.status | kStatusBadRows : all.status;
     out.header->direct = direct ? 1 : 0;
   }
-  team.sync();
 
   // A thread per CTA, not a warp per request: of 256 requests a block of 16 warps would take 16 turns
   // with most lanes idle, and a turn is half a microsecond of latency (measured on an H200).

@@ -10,6 +10,7 @@ import os
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ptxas
@@ -161,6 +162,53 @@ def test_broken_objects_are_compiled_again(cache):
     assert cache.load().startswith("SIZES 2 ")
     assert build.is_whole(library)
     assert len(cache.compiled()) == before + 2
+
+
+def unloadable(path: Path) -> None:
+    """A library with a right note, which needs one that is not here: built with another CUDA release."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    absent = path.with_name("libcudart_of_another_release.so.1")
+    empty = ["cc", "-shared", "-fPIC", "-x", "c", "/dev/null"]
+    subprocess.run([*empty, f"-Wl,-soname,{absent.name}", "-o", str(absent)], check=True)
+    subprocess.run(
+        [*empty, "-x", "none", "-Wl,--no-as-needed", str(absent), "-o", str(path)],
+        check=True,
+    )
+    absent.unlink()
+    build._write_note(path, TINY, build.Arch.parse(ARCH))
+    assert build.is_whole(path)
+
+
+def test_a_library_that_does_not_load_is_built_anew(cache):
+    before = len(cache.compiled())
+    unloadable(cache.built)
+    assert cache.load().startswith("SIZES 2 ")
+    assert build.is_whole(cache.built)
+    assert len(cache.compiled()) == before + 2, "from nothing: its objects are of the other release too"
+    assert cache.load().startswith("SIZES 2 ")
+    assert len(cache.compiled()) == before + 2
+
+
+def test_a_library_that_does_not_load_is_one_line_without_a_compiler(cache, tmp_path):
+    uri = cache.built.stem
+    unloadable(tmp_path / uri / f"{uri}.so")
+    nothing = {**no_compiler(cache), "FLASHINFER_WORKSPACE_BASE": str(tmp_path / "empty")}
+    said = cache.load(**nothing, **{build.PREBUILT_ENV: str(tmp_path)})
+    assert said.startswith("ERROR spec_mask: wanted a module that loads, found ")
+    assert "libcudart_of_another_release.so.1" in said and "; build it with " in said
+    # One in the cache serves all the same.
+    assert cache.load(**no_compiler(cache), **{build.PREBUILT_ENV: str(tmp_path)}).startswith("SIZES 2 ")
+
+
+def test_threads_and_processes_write_under_names_of_their_own(tmp_path):
+    # In containers that share a cache the first process of each has the same number.
+    spec, arch = dataclasses.replace(TINY, max_q_len=64), build.Arch.parse(ARCH)
+    for turn in range(30):
+        folder = tmp_path / str(turn)
+        with ThreadPoolExecutor(4) as pool:
+            written = list(pool.map(lambda _, to=folder: build.write_sources(spec, arch, to), range(4)))
+        assert written.count(written[0]) == 4
+        assert sorted(p.suffix for p in folder.iterdir()) == [".cu"] * len(spec.tiles) + [".h"]
 
 
 def test_neither_module_nor_compiler_is_one_line(cache, tmp_path):

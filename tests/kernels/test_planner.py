@@ -387,6 +387,51 @@ def test_impossible_lengths_are_contained(planner):
             assert 0 <= plan["kv_len"][i] <= shape["max_kv_len"]
 
 
+@FUZZ
+@given(data=st.data())
+def test_no_part_of_a_request_is_planned(planner, data):
+    # Offsets that overlap have more rows than the shape. A request of which some CTAs do not fit has none:
+    # they would write to partial rows beyond those that there are.
+    requests, fixed = data.draw(st.integers(2, 9)), 16 * data.draw(st.integers(4, 16))
+    shape, elements, partial_rows = planner.complete(
+        base_shape(
+            max_requests=requests,
+            max_rows=32,
+            max_q_len=32,
+            group_size=16,
+            split_mode=FIXED,
+            fixed_chunk=fixed,
+            max_kv_len=1000,
+        )
+    )
+    lens = data.draw(st.lists(st.integers(1, 1000), min_size=requests, max_size=requests))
+    start = [32 * (i % 2) for i in range(requests + 1)]
+    plan = planner.plan(shape, lens, start, planner.buffer(elements), elements)
+    assert plan["header"][3]
+    assert planner.plan(shape, lens, start, planner.buffer(elements), elements, 1, 3) == plan
+    num_ctas = plan["header"][1]
+    assert num_ctas <= shape["grid"]
+    ctas = dict.fromkeys(range(requests), 0)
+    for request in plan["request_indices"][:num_ctas]:
+        ctas[request] += 1
+    for request, found in ctas.items():
+        chunks, q_len = math.ceil(lens[request] / fixed), plan["q_len"][request]
+        assert found in (0, math.ceil(q_len * 16 / shape["tile_q"]) * chunks)
+        if found:
+            assert plan["o_indptr"][request] + q_len * chunks <= partial_rows
+
+
+def test_rows_before_the_first_offset_belong_to_nobody(planner):
+    shape, elements, _ = planner.complete(base_shape())
+    for threads in (1, 3):
+        buffer = planner.buffer(elements)
+        planner.plan(shape, [5000] * 8, list(range(0, 65, 8)), buffer, elements, 1, threads)
+        plan = planner.plan(shape, [9000, 9000], [8, 16, 24], buffer, elements, 1, threads)
+        counts = plan["merge_rows"][1::2]
+        assert plan["header"][3] == 0
+        assert [bool(n) for n in counts] == [8 <= row < 24 for row in range(len(counts))]
+
+
 def test_padding_requests_may_have_any_length(planner):
     shape, elements, partial_rows = planner.complete(base_shape())
     lens, start = [50, 0, 999999999, -1], [0, 4, 4, 4, 4]

@@ -404,11 +404,18 @@ BAD_RUNS = {
     "layout": {"layout": "NDH"},
     "table dtype": {"page_table": torch.zeros(4, 5, dtype=torch.int64)},
     "table stride": {"page_table": torch.zeros(4, 6, dtype=torch.int32)},
+    "table rows": {"page_table": torch.zeros(2, 5, dtype=torch.int32)},
+    "v device": {"v_cache": torch.zeros(6, 2, 16, 2, 128, dtype=BF, device="meta")[:, 1]},
+    "all tokens in one place": {
+        "k_cache": torch.zeros(1, 1, 2, 128, dtype=BF).expand(6, 16, 2, 128),
+        "v_cache": torch.zeros(1, 1, 2, 128, dtype=BF).expand(6, 16, 2, 128),
+    },
     "mask dtype": {"mask": torch.zeros(8, dtype=torch.int32)},
     "mask rows": {"mask": torch.zeros(7, dtype=torch.int64)},
     "soft cap": {"soft_cap": 30.0},
     "out shape": {"out": torch.zeros(8, 8, 64, dtype=BF)},
     "out layout": {"out": torch.zeros(8, 128, 8, dtype=BF).transpose(1, 2)},
+    "out alignment": {"out": torch.zeros(8 * 8 * 128 + 1, dtype=BF)[1:].view(8, 8, 128)},
     "lse dtype": {"lse": torch.zeros(8, 8, dtype=BF)},
     "lse shape": {"lse": torch.zeros(8, 4)},
     "scale shape": {"k_scale": torch.zeros(2)},
@@ -419,9 +426,12 @@ BAD_RUNS = {
 @pytest.mark.parametrize("changes", BAD_RUNS.values(), ids=BAD_RUNS.keys())
 def test_bad_arguments_raise_before_a_launch(changes):
     plan = make_plan("causal", WITH_WORDS)
+    plan.update(torch.ones(3, dtype=torch.int32), torch.arange(4, dtype=torch.int32))
+    run(plan, **arguments())
+    launched = plan.module.ffi.calls
     with pytest.raises(SpecMaskError, match="wanted .* found .*; "):
         run(plan, **arguments(**changes))
-    assert plan.module.ffi.calls == 0
+    assert plan.module.ffi.calls == launched
 
 
 def test_masks_and_plans_must_agree():
