@@ -369,7 +369,8 @@ class SpecMaskRoute:
         # A graph replays without this wrapper. A batch of a captured shape that runs all the same may have
         # rows of unequal length, which a plan for uniform ones would drop (dynamic k: 6 + 2 rows where 2 x 4
         # were captured).
-        graph = capturing and not prefills and (self._ragged_graphs or decode_tokens % decodes == 0)
+        uniform = decode_tokens % decodes == 0 and common.max_query_len <= decode_tokens // decodes
+        graph = capturing and not prefills and (self._ragged_graphs or uniform)
         block_table = _first(common.block_table_tensor, decodes)
         plan = self.plan_for(decodes, decode_tokens, common.causal, block_table, graph)
         lengths = _first(common.seq_lens, decodes), _first(common.query_start_loc, decodes + 1)
@@ -524,6 +525,10 @@ def prefills_only(common: Any, decodes: int, decode_tokens: int) -> Any:
     vLLM plans prefills on the host. Their lengths are known there: ``seq_lens_cpu_upper_bound`` is exact for
     rows that are still prefilling (vllm/v1/attention/backend.py). A row behind the decodes that is *not*
     prefilling has exact lengths on the device only; then vLLM's own copy, and its wait, is left in place.
+
+    So it is where the longest request is longer than the host's lengths say: parallel drafters and draft models
+    of the V1 runner add rows to every request in their first pass, on the device
+    (vllm/v1/spec_decode/utils.py, extend_all_queries_by_N).
     """
     bound = common.seq_lens_cpu_upper_bound
     exact = seams.host_lengths(common)
@@ -531,6 +536,8 @@ def prefills_only(common: Any, decodes: int, decode_tokens: int) -> Any:
     prefilling = common.is_prefilling
     if exact is None and bound is not None and prefilling is not None and bool(prefilling[rows].all()):
         exact = bound
+    if exact is not None and int(exact[: common.num_reqs].max()) < common.max_seq_len:
+        exact = None
     return seams.with_host_lengths(
         common,
         None if exact is None else exact[rows],

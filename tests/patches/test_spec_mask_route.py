@@ -278,6 +278,33 @@ def test_a_long_row_that_is_no_prefill_gets_exact_lengths_with_vllms_own_wait(be
     assert prefill.kv_lens == [50, 30] and metadata.num_prefills == 2
 
 
+@pytest.mark.parametrize("stale", ["upper bound", "host copy"])
+def test_a_drafters_longer_first_pass_is_planned_with_the_lengths_of_the_device(bench, recorders, stale):
+    """Parallel drafting on the V1 runner: vLLM's own change to the batch leaves the host's lengths alone."""
+    import torch
+    from vllm.v1.spec_decode.utils import extend_all_queries_by_N
+
+    b = bench(k=3, change=lambda config: setattr(config.speculative_config, "parallel_drafting", True))
+    common = b.batch([4, 4, 40, 30], [20, 33, 50, 30])
+    common.is_prefilling = torch.tensor([False, False, True, True])
+    common.seq_lens_cpu_upper_bound = torch.tensor([23, 36, 50, 30], dtype=torch.int32)
+    if stale == "host copy":
+        common = common.replace(_seq_lens_cpu=common.seq_lens.clone())
+    slots = torch.zeros(common.num_actual_tokens + 4 * 2, dtype=torch.int64)
+    common = extend_all_queries_by_N(common, 2, torch.arange(64, dtype=torch.int32), slots)
+    with b.current(b.config):
+        metadata = b.builder.build(common_prefix_len=0, common_attn_metadata=common)
+    assert (metadata.num_decodes, metadata.num_prefills) == (2, 2)
+    [prefill] = [p for r in recorders.values() for p in r.plans]
+    assert prefill.qo_indptr == [0, 42, 74] and prefill.kv_lens == [52, 32]
+
+
+def test_a_plan_for_uniform_rows_is_not_made_for_others_of_the_same_sum(bench):
+    b = bench(k=7)
+    metadata, _ = b.build([8, 8, 8, 4], [20, 33, 40, 7], capture=True)
+    assert metadata.decode.wrapper.plan.shape["max_q_len"] == 8
+
+
 def test_prefill_only_and_non_causal_batches_are_stock(bench, recorders):
     b = bench(k=3)
     metadata, [plan] = b.build([40, 50], [40, 50])
