@@ -25,6 +25,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import uuid
 from pathlib import Path
@@ -722,6 +723,11 @@ def prebuild(specs: Sequence[Spec], archs: Sequence[str], out: Path) -> list[Bui
         )
     version = flashinfer_version()
     check_flashinfer(version)
+    try:  # before minutes of compiling
+        Path(out).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise BuildError(f"prebuild: wanted a folder to write to, found {error}; name another") from error
     home = cuda_home()
     toolkit = {"CUDA_HOME": home} if home else {}
     built: list[Built] = []

@@ -221,7 +221,10 @@ def probe(options: dict[str, Any]) -> dict[str, Any]:
         "warnings": warnings.lines,
     }
     if options["side"] == "patched":
-        patches = vllm_specpatch.status()["patches"]
+        status = vllm_specpatch.status()
+        patches = status["patches"]
+        result["error"] = status["error"]
+        result["imported"] = {name: patch["state"] for name, patch in patches.items()}
         states = {name: _effective(patch) for name, patch in patches.items()}
         result["patches"] = {name: state["state"] for name, state in states.items()}
         result["reasons"] = {name: state["reason"] for name, state in states.items()}

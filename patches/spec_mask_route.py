@@ -526,8 +526,8 @@ def prefills_only(common: Any, decodes: int, decode_tokens: int) -> Any:
     rows that are still prefilling (vllm/v1/attention/backend.py). A row behind the decodes that is *not*
     prefilling has exact lengths on the device only; then vLLM's own copy, and its wait, is left in place.
 
-    So it is where the longest request is longer than the host's lengths say: parallel drafters and draft models
-    of the V1 runner add rows to every request in their first pass, on the device
+    So it is where the longest request is longer than the host's lengths say: parallel drafters and draft
+    models of the V1 runner add rows to every request in their first pass, on the device
     (vllm/v1/spec_decode/utils.py, extend_all_queries_by_N).
     """
     bound = common.seq_lens_cpu_upper_bound

@@ -109,6 +109,7 @@ class FlashInferSpecDecode:
         self._commitments: dict[tuple[int, bool], Commitment] = {}
         self._lock = threading.RLock()
         self._thread = threading.local()
+        self._builders: weakref.WeakSet[Any] = weakref.WeakSet()
         self._release = seams.release(gate.installed_version("vllm"))
         self._signatures = {
             name: inspect.signature(function)
@@ -322,6 +323,7 @@ class FlashInferSpecDecode:
                 # last: a builder that no route serves must stay stock in everything.
                 setattr(builder, query_dtype, builder.model_config.dtype)
             builder.specpatch_route = route
+            self._builders.add(builder)
             update = getattr(route, "update_draft_decode_metadata", None)
             may_update = self.context.settings.route in UPDATE_DRAFT_METADATA
             if update is not None and may_update and seams.draft_metadata_can_be_updated(builder):
@@ -422,6 +424,10 @@ class FlashInferSpecDecode:
 
     # -- building ----------------------------------------------------------------------------------
 
+    def has_builders(self) -> bool:
+        """Whether a builder lives that was made with a threshold and a route of ours."""
+        return len(self._builders) > 0
+
     @property
     def _batch(self) -> Batch | None:
         return getattr(self._thread, "batch", None)
@@ -509,6 +515,7 @@ class FlashInferSpecDecode:
 
 def edits(module: ModuleType, context: Context) -> list[Edit]:
     patch = FlashInferSpecDecode(module, context)
+    in_use = patch.has_builders
     ragged = [
         Edit(BUILDER, "get_varlen_cudagraph_max_query_len", patch.get_varlen_cudagraph_max_query_len),
         Edit(
@@ -519,12 +526,13 @@ def edits(module: ModuleType, context: Context) -> list[Edit]:
         *(ragged if seams.graphs_may_be_ragged(patch.builder_class) else []),
         Edit(BUILDER, "get_cudagraph_support", patch.get_cudagraph_support),
         Edit(BUILDER, "__init__", patch.init),
-        Edit(BUILDER, "build", patch.build),
-        Edit(BUILDER, "build_for_cudagraph_capture", patch.build_for_cudagraph_capture),
-        Edit(BUILDER, "_get_decode_wrapper", patch.get_decode_wrapper),
-        Edit(BUILDER, "_compute_flashinfer_kv_metadata", patch.compute_flashinfer_kv_metadata),
-        Edit("", "fast_plan_decode", patch.fast_plan_decode),
-        Edit("", "split_decodes_and_prefills", patch.split_decodes_and_prefills),
+        # Stock would take the verify requests of a builder whose threshold is ours for so many single tokens.
+        Edit(BUILDER, "build", patch.build, in_use),
+        Edit(BUILDER, "build_for_cudagraph_capture", patch.build_for_cudagraph_capture, in_use),
+        Edit(BUILDER, "_get_decode_wrapper", patch.get_decode_wrapper, in_use),
+        Edit(BUILDER, "_compute_flashinfer_kv_metadata", patch.compute_flashinfer_kv_metadata, in_use),
+        Edit("", "fast_plan_decode", patch.fast_plan_decode, in_use),
+        Edit("", "split_decodes_and_prefills", patch.split_decodes_and_prefills, in_use),
     ]
 
 

@@ -19,9 +19,9 @@ __all__ = ["__version__", "register", "status", "unpatch"]
 
 def register() -> None:
     """The ``vllm.general_plugins`` entry point. Re-entrant; raises with ``VLLM_SPECPATCH=strict`` only."""
-    from .hooks import activate
+    from .bootstrap import open_door
 
-    activate("vllm.general_plugins entry point")
+    open_door("vllm.general_plugins entry point")
 
 
 def status() -> dict:
@@ -38,11 +38,13 @@ def status() -> dict:
 
 
 def unpatch() -> list[str]:
-    """Puts every original attribute back; returns a line per attribute and one on what stays captured.
+    """Puts the original attributes back; returns a line per attribute and one on what stays captured.
 
     CUDA graphs that were captured, and metadata builders that were made, while patched keep their decode
-    wrappers and their reorder threshold: they go on working as captured. Only engines started after this
-    call are stock. A symbol that someone else wrapped on top of us is left alone, and the line says so.
+    wrappers and their reorder threshold, and go on working as captured: while such builders live, the
+    attributes that they run through stay wrapped, which changes nothing for others; a later call puts those
+    back. Engines started after this call are stock. A symbol that someone else wrapped on top of us is left
+    alone, and the line says so.
     """
     from .hooks import deactivate
 

@@ -62,6 +62,7 @@ class Engine:
         with self.lock:
             self.doors.append(door)
             if self.settings is not None or self.retired:
+                self._refuse_again()
                 return
             self.entries = importlib.import_module(self.series_module).SERIES
             names = frozenset(entry.name for entry in self.entries)
@@ -69,6 +70,7 @@ class Engine:
             disabled = self._why_disabled()
             if disabled is not None:
                 self.records = {name: Record(disabled) for name in names}
+                self._refuse_again()
                 return
             for entry in self.entries:
                 self.records[entry.name] = Record(
@@ -87,8 +89,6 @@ class Engine:
         assert self.settings is not None
         if self.settings.error:
             self.say(logging.ERROR, self.settings.error)
-            if self.settings.strict:
-                raise Refused(self.settings.error)
             return Finding(State.DISABLED, self.settings.error)
         if self.settings.off:
             return Finding(State.DISABLED, "VLLM_SPECPATCH=off")
@@ -96,6 +96,16 @@ class Engine:
             # The same rule as bootstrap.watch(): no door opens in a Python that ignores its environment.
             return Finding(State.DISABLED, "Python runs with -I or -E")
         return None
+
+    def _refuse_again(self) -> None:
+        """In strict mode every door raises, whatever was caught before, while there is trouble."""
+        if self.settings is None or not self.settings.strict or self.retired:
+            return
+        if self.settings.error:
+            raise Refused(self.settings.error)
+        for record in self.records.values():
+            if record.finding.state.is_trouble:
+                raise Refused(f"vllm-specpatch {__version__}: {record.finding}")
 
     def _group_is_late(self, group: str, target: str) -> None:
         finding = Finding(
@@ -165,10 +175,15 @@ class Engine:
         for entry in self.entries:
             if (entry.group or entry.name) == group:
                 self.records[entry.name] = Record(finding)
-        if finding.state.is_trouble:
+        asked = self.settings.mode in ("on", "strict") and finding.state is State.DISABLED
+        if finding.state.is_trouble or asked:
             self.say(logging.WARNING, f"not applied ({finding.state.value}): {finding}")
-            if self.settings.strict:
-                raise Refused(f"vllm-specpatch {__version__}: {finding}")
+        if finding.state.is_trouble and self.settings.strict:
+            # wrapt has dropped the hook that we are called from: without this, whoever catches the error and
+            # imports the target again would have it unpatched.
+            targets = {e.target for e in self.entries if (e.group or e.name) == group}
+            sys.meta_path.insert(0, _Refusing(self, targets))
+            self._refuse_again()
 
     # -- undo and report -------------------------------------------------------------------------
 
@@ -177,9 +192,7 @@ class Engine:
             self.retired = True  # hooks that still wait must not apply later
             lines = self.ledger.restore()
             if lines:
-                lines.append(
-                    "captured CUDA graphs and builders made while patched keep their wrappers and threshold"
-                )
+                lines.append("captured CUDA graphs and builders made while patched go on as captured")
             for record in self.records.values():
                 record.finding = Finding(State.DISABLED, "unpatch() was called")
             return lines
@@ -214,6 +227,17 @@ class _GroupHook:
 
     def __call__(self, module: ModuleType) -> None:
         self.engine.apply_group(self.group, module)
+
+
+class _Refusing:
+    """A meta path finder that finds nothing; in strict mode it keeps refused targets from being imported."""
+
+    def __init__(self, engine: Engine, targets: set[str]) -> None:
+        self.engine, self.targets = engine, targets
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name in self.targets:
+            self.engine._refuse_again()
 
 
 class PatchContext:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -25,6 +25,7 @@ class Change:
     name: str
     original: Any
     replacement: Any
+    in_use: Callable[[], bool]
 
 
 class Ledger:
@@ -50,7 +51,7 @@ class Ledger:
             replacement = wrapt.FunctionWrapper(original, edit.wrapper)
             where = f"{module.__name__}:{edit.qualname}"
             kept = original if edit.name in here else _INHERITED
-            planned.append(Change(patch, where, owner, edit.name, kept, replacement))
+            planned.append(Change(patch, where, owner, edit.name, kept, replacement, edit.in_use))
         done: list[Change] = []
         try:
             for change in planned:
@@ -67,11 +68,14 @@ class Ledger:
         self._changes += done
 
     def restore(self) -> list[str]:
-        """Undoes everything, newest first. Returns one line per attribute."""
+        """Undoes everything that is not in use, newest first. Returns one line per attribute."""
         lines = []
-        while self._changes:
-            change = self._changes.pop()
-            if vars(change.owner).get(change.name) is change.replacement:
+        changes, self._changes = self._changes, []
+        for change in reversed(changes):
+            if change.in_use():
+                self._changes.insert(0, change)
+                lines.append(f"{change.where}: kept for what was made while patched")
+            elif vars(change.owner).get(change.name) is change.replacement:
                 _put_back(change)
                 lines.append(f"{change.where}: restored")
             else:

@@ -65,11 +65,16 @@ Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], A
 
 @dataclass(frozen=True)
 class Edit:
-    """Wrap one attribute: ``owner`` is a class of the target module, or "" for the module itself."""
+    """Wrap one attribute: ``owner`` is a class of the target module, or "" for the module itself.
+
+    ``in_use``: whether something that was made while patched would go wrong without it; then it outlives
+    ``unpatch()``, and must pass through for everything else.
+    """
 
     owner: str
     name: str
     wrapper: Wrapper
+    in_use: Callable[[], bool] = lambda: False
 
     @property
     def qualname(self) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,9 @@ ROWS = (
 )
 
 
+_EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Refused|SystemExit)\b")
+
+
 class ProbeFailed(RuntimeError):
     """A probe process gave no result; the text is the last thing it said."""
 
@@ -41,11 +45,22 @@ def ask(side: str, options: dict[str, Any]) -> dict[str, Any]:
         if line.startswith("RESULT "):
             result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
             return result
-    said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-    raise ProbeFailed(said[-1].strip() if said else f"exit code {done.returncode} without output")
+    raise ProbeFailed(last_words(done.stderr or done.stdout) or f"exit code {done.returncode} without output")
+
+
+def last_words(output: str) -> str:
+    """Why a process ended: its last exception with the lines that belong to it (pydantic says below it what
+    was wrong), or its last line."""
+    said = [line.strip() for line in output.splitlines() if line.strip()]
+    said = [line for line in said if not line.startswith("For further information")]
+    starts = [i for i, line in enumerate(said) if _EXCEPTION.match(line)]
+    return " ".join(said[starts[-1] if starts else -1 :])[:500]
 
 
 def predict(arguments: argparse.Namespace) -> int:
+    if arguments.k < 0:
+        print(f"vllm-specpatch predict: --k: wanted 0 or more, found {arguments.k}", file=sys.stderr)
+        return CANNOT_TELL
     options = {
         "gpu": arguments.gpu,
         "k": arguments.k,

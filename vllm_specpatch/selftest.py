@@ -157,6 +157,8 @@ def check_decision(gpu: str | None, k: int) -> str:
     """The CUDA-graph support, the threshold and the resolved mode must agree: apart they corrupt output."""
     if importlib.util.find_spec("vllm") is None:
         raise Skip("vLLM is not installed here")
+    if k == 0:
+        raise Skip("without drafts (--k 0) there is no verify step to decide about")
     options = {"gpu": gpu, "k": k, "method": "eagle", "kv_cache_dtype": "auto", "cubins": None}
     try:
         answer = predict.ask("patched", options)
@@ -176,7 +178,15 @@ def judge_decision(answer: Mapping[str, Any], k: int) -> str:
         raise Fail(f"CUDA-graph support and reorder threshold disagree for k = {k}: {facts}")
     if uniform != answer["cudagraph_mode"].startswith("FULL"):
         raise Fail(f"CUDA-graph support and mode disagree for k = {k}: {facts}")
-    trouble = {name: state for name, state in answer["patches"].items() if state in ("failed", "late")}
+    if answer.get("error"):
+        raise Fail(answer["error"])
+    # A refusal of this vLLM, not of one configuration: in this image the package would do nothing anywhere.
+    refused = {name for name, state in answer.get("imported", {}).items() if state == "refused"}
+    trouble = {
+        name: state
+        for name, state in answer["patches"].items()
+        if state in ("failed", "late") or name in refused
+    }
     if trouble:
         raise Fail("; ".join(f"{name} {state}: {answer['reasons'][name]}" for name, state in trouble.items()))
     return facts if uniform else f"{facts} ({'; '.join(answer['reasons'].values())})"
@@ -423,7 +433,7 @@ def selftest(arguments: argparse.Namespace) -> int:
     routes = wanted_routes(arguments.route)
     results = [
         attempt("planner", lambda: check_planner(geometry, arguments.seed), required="spec_mask" in routes),
-        attempt("decision", lambda: check_decision(arguments.arch, max(arguments.k, 1))),
+        attempt("decision", lambda: check_decision(arguments.arch, arguments.k)),
         attempt(
             "prebuilt modules",
             lambda: check_prebuilt(geometry, arch, arguments.model is not None),

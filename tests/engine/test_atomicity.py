@@ -105,6 +105,12 @@ def test_skip_leaves_the_whole_group_out(toy):
     assert_untouched(result, "disabled")
 
 
+@pytest.mark.parametrize(("mode", "warnings"), [("auto", 0), ("on", 1)])
+def test_on_warns_of_what_was_skipped(toy, mode, warnings):
+    done = toy(RUN, check=False, VLLM_SPECPATCH=mode, VLLM_SPECPATCH_SKIP="toy-build")
+    assert done.stderr.count("VLLM_SPECPATCH_SKIP names toy-build") == warnings
+
+
 def test_off_does_nothing(toy):
     result = toy("activate(); imported(); report(seen=seen())", VLLM_SPECPATCH="0")
     assert_untouched(result, "disabled")
@@ -114,6 +120,30 @@ def test_strict_raises_at_the_import_of_the_target(toy):
     done = toy(RUN, check=False, VLLM_SPECPATCH="strict", TOY_WRONG_DIGEST="plan")
     assert done.returncode == 1
     assert "Refused: vllm-specpatch" in done.stderr and "toy_target.core:plan" in done.stderr
+
+
+ATTEMPTS = """
+def attempt(what):
+    try:
+        what()
+    except Exception as e:
+        return type(e).__name__
+    return "served"
+"""
+
+
+def test_strict_raises_at_every_attempt(toy):
+    """Whoever catches the first error and goes on must not get an unpatched vLLM for it."""
+    code = f"""{ATTEMPTS}
+said = [attempt(step) for step in (activate, imported, imported, activate)]
+engine.deactivate()
+report(said=said, after=attempt(imported))
+"""
+    result = toy(code, VLLM_SPECPATCH="strict", TOY_WRONG_DIGEST="plan")
+    assert result["said"] == ["served", "Refused", "Refused", "Refused"] and result["after"] == "served"
+    result = toy(code, VLLM_SPECPATCH="strict", VLLM_SPECPATCH_ROUTE="fast")
+    assert result["said"] == ["Refused", "served", "served", "Refused"]
+    assert result["states"] == dict.fromkeys(("toy-gate", "toy-build"), "disabled")
 
 
 def test_strict_raises_when_late(toy):

@@ -29,6 +29,56 @@ def test_importing_the_package_imports_neither_torch_nor_vllm_nor_wrapt(python):
     assert result["loaded"] == ["vllm_specpatch", "vllm_specpatch.bootstrap"]
 
 
+# A vLLM that is found by a finder behind ours, as that of an editable install may be.
+EDITABLE = """
+import importlib.util, json, sys
+class Editable:
+    def find_spec(self, name, path=None, target=None):
+        return importlib.util.spec_from_loader(name, self) if name == "vllm" else None
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        module.found_by = "editable"
+assert type(sys.meta_path[0]).__name__ == "VllmWatcher"
+sys.meta_path.insert(1, Editable())
+"""
+
+
+@pytest.mark.parametrize("mode", ["auto", "0", "no such mode"])
+def test_no_finder_behind_the_door_is_passed_over(python, mode):
+    assert (
+        python(EDITABLE + "import vllm; print(json.dumps(vllm.found_by))", VLLM_SPECPATCH=mode) == "editable"
+    )
+
+
+@pytest.mark.parametrize("missing", ["wrapt", "vllm_specpatch.hooks"])
+def test_a_damaged_installation_leaves_vllm_stock_and_says_so_once(python, missing):
+    code = f"""{EDITABLE}
+import vllm_specpatch
+sys.modules[{missing!r}] = None
+for attempt in range(2):
+    try:
+        import vllm
+        vllm_specpatch.register()
+        print("served")
+    except ImportError as e:
+        print("refused")
+"""
+    done = python(code, check=False)
+    assert done.stdout.split() == ["served", "served"] and done.stderr.count("\n") == 1
+    assert "vllm-specpatch cannot start (ModuleNotFoundError: " in done.stderr
+    assert missing in done.stderr and "; vLLM runs stock; next step: " in done.stderr
+    done = python(code, check=False, VLLM_SPECPATCH="strict")
+    assert done.stdout.split() == ["refused", "refused"]
+    done = python(code, check=False, VLLM_SPECPATCH="0")
+    assert done.stdout.split() == ["served", "served"] and done.stderr == ""
+
+
+def test_off_loads_nothing_at_the_entry_point_either(python):
+    code = "import vllm_specpatch; vllm_specpatch.register()\n" + ARMED
+    assert python(code, VLLM_SPECPATCH="off")["loaded"] == ["vllm_specpatch", "vllm_specpatch.bootstrap"]
+
+
 def test_arming_twice_arms_once(python):
     assert python("from vllm_specpatch.bootstrap import watch; watch(); watch()\n" + ARMED)["armed"] == 1
 

@@ -84,6 +84,32 @@ def test_unpatch_leaves_a_later_foreign_wrapper_alone_and_says_so(toy):
     assert sum("restored" in line for line in result["lines"]) == 3
 
 
+def test_unpatch_leaves_what_is_in_use(toy):
+    result = toy(
+        """
+        from vllm_specpatch.ledger import Ledger
+        from vllm_specpatch.patch import Edit
+        core, ledger, live = imported(), Ledger(), [True]
+        patched = lambda wrapped, instance, args, kwargs: "patched"
+        ledger.apply(core, [
+            ("toy", Edit("Builder", "build", patched, lambda: bool(live))),
+            ("toy", Edit("", "plan", patched)),
+        ])
+        first = ledger.restore()
+        between = core.Builder().build(3), core.plan(4)
+        live.clear()
+        report(first=first, between=between, second=ledger.restore(), after=core.Builder().build(3))
+        """
+    )
+    assert [line.split(": ")[1] for line in result["first"]] == [
+        "restored",
+        "kept for what was made while patched",
+    ]
+    assert result["between"] == ["patched", ["stock plan", 4]]
+    assert [line.split(": ")[1] for line in result["second"]] == ["restored"]
+    assert result["after"] == ["stock build", 3]
+
+
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_workers_get_the_patches(toy, tmp_path, method):
     """A spawned worker activates by itself (its own doors); a forked one inherits armed hooks."""

@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 
+import ptxas
 import pytest
 
 LOGS = pathlib.Path(__file__).parent / "logs"
@@ -69,7 +70,14 @@ def test_check_log_compares_two_files(cli):
     assert "PIECEWISE" in done.stdout and "FULL graphs" in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [("check-log", "missing.log"), ("doctor", "--gpu", "ampere")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check-log", "missing.log"),
+        ("doctor", "--gpu", "ampere"),
+        ("predict", "--gpu", "sm_86", "--k", "-1"),
+    ],
+)
 def test_a_mistake_is_one_line(cli, arguments):
     done = cli(*arguments)
     assert done.returncode == 2 and "Traceback" not in done.stderr
@@ -80,6 +88,36 @@ def test_build_says_what_is_wrong_with_a_spec(cli, tmp_path):
     done = cli("build", "--arch", "8.6", "--spec", "bf16/fp8_e4m3/80/g4", "--out", tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "80" in done.stderr
+
+
+@ptxas.needs_nvcc
+def test_build_says_that_it_cannot_write_before_it_compiles(cli, tmp_path):
+    (tmp_path / "file").touch()
+    done = cli("build", "--arch", "8.6", "--spec", "bf16/bf16/64/g1/q1", "--out", tmp_path / "file")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "wanted a folder to write to, found " in done.stderr
+
+
+def test_predict_says_what_vllm_said(cli):
+    done = cli("predict", "--gpu", "sm_86", "--kv-cache-dtype", "zz")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "cache_dtype" in done.stderr and "'zz'" in done.stderr, done.stderr
+
+
+def test_last_words():
+    from vllm_specpatch.predict import last_words
+
+    pydantic = "Traceback:\n  File\np.ValidationError: 1 error for C\nk\n  Input is wrong\n"
+    pydantic += "    For further information visit x\n"
+    assert last_words(pydantic) == "p.ValidationError: 1 error for C k Input is wrong"
+    assert last_words("no CUDA GPU found; pass --gpu\n\n") == "no CUDA GPU found; pass --gpu"
+    assert last_words("") == ""
+
+
+def test_fingerprint_of_a_symbol_that_nobody_has(cli):
+    done = cli("fingerprint", "vllm_specpatch.hooks:no_such_thing")
+    assert done.returncode == 1 and "absent" in done.stdout
+    assert cli("fingerprint", "vllm_specpatch.hooks:load_patches").returncode == 0
 
 
 def test_fingerprint_says_which_sources_only_a_part_needs(monkeypatch, capsys):

@@ -167,6 +167,9 @@ def test_decisions_that_agree():
         ({"support": "UNIFORM_SINGLE_TOKEN_DECODE"}, "threshold disagree"),
         ({"cudagraph_mode": "PIECEWISE"}, "mode disagree"),
         ({"patches": {"p": "failed"}}, "p failed: because"),
+        # This vLLM is not one that the package was made for: nowhere would it do anything.
+        ({**STOCK, "patches": {"p": "refused"}, "imported": {"p": "refused"}}, "p refused: because"),
+        ({**STOCK, "patches": {"p": "disabled"}, "error": "VLLM_SPECPATCH='true' is not"}, "'true' is not"),
     ],
 )
 def test_decisions_that_do_not(change, said):

@@ -94,6 +94,41 @@ print(json.dumps({"lines": lines, "stock": all(fingerprint.of_symbol(s) in d for
     assert "captured CUDA graphs" in result["lines"][8]
 
 
+def test_unpatch_leaves_what_a_live_builder_runs_through(python):
+    """Stock would plan the verify requests of a builder with our threshold as so many single tokens."""
+    result = python(
+        """
+        import gc, json, tempfile
+        import vllm_specpatch
+        from vllm_specpatch.patches import predict_probe, simulated_gpu
+        simulated_gpu.install(8, 6, cubins=False)
+        predict_probe.assume_spec_mask_module()
+        import vllm.v1.attention.backends.flashinfer as backend
+        from vllm.config import set_current_vllm_config
+
+        def make():
+            config = predict_probe.engine_config(tempfile.mkdtemp(), "eagle", 3, "auto")
+            with set_current_vllm_config(config), predict_probe.simulated_device(True):
+                return predict_probe.make_builder(config, "auto", "cpu")[1]
+
+        builder = make()
+        first = vllm_specpatch.unpatch()
+        later = make()
+        threshold = builder.reorder_batch_threshold, later.reorder_batch_threshold
+        route = builder.specpatch_route is not None, getattr(later, "specpatch_route", None) is not None
+        del builder, later
+        gc.collect()
+        second = vllm_specpatch.unpatch()
+        print(json.dumps({"first": first, "second": second, "threshold": threshold, "route": route}))
+        """
+    )
+    assert result["threshold"] == [4, 1] and result["route"] == [True, False]
+    kept = [line.split(":")[1] for line in result["first"] if "kept for what was made" in line]
+    assert "FlashInferMetadataBuilder.build" in kept and len(kept) == 6
+    assert "FlashInferMetadataBuilder.__init__" not in kept
+    assert [line.endswith(": restored") for line in result["second"]] == [True] * 6 + [False]
+
+
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_engine_core_like_workers(python, tmp_path, method):
     """vLLM starts its engine core and workers by spawn or fork; each must end patched."""
