@@ -163,3 +163,37 @@ def test_a_refusal_warns_once_and_the_target_still_imports(toy, mode):
 def test_strict_applies_where_it_fits(toy):
     result = toy(RUN, VLLM_SPECPATCH="strict")
     assert result["states"] == dict.fromkeys(BOTH, "applied")
+
+
+def test_allow_unknown_never_skips_the_digests(toy):
+    unknown = {"TOY_PYTEST": ">=9999", "VLLM_SPECPATCH_ALLOW_UNKNOWN": "1"}
+    assert toy(RUN, **unknown)["states"] == dict.fromkeys(BOTH, "applied")
+    assert_untouched(toy(RUN, TOY_WRONG_DIGEST="plan", **unknown), "refused")
+
+
+DECIDE = """
+from vllm_specpatch.hooks import PatchContext
+from vllm_specpatch.patch import Finding, State
+activate(); imported()
+PatchContext(engine, "toy-gate", engine.settings).decided(Finding(State({state!r}), "some reason"))
+"""
+
+
+def test_strict_raises_for_a_configuration_that_is_refused(toy):
+    done = toy(DECIDE.format(state="refused"), check=False, VLLM_SPECPATCH="strict")
+    assert done.returncode == 1 and "Refused: vllm-specpatch" in done.stderr
+    assert toy(DECIDE.format(state="refused"), check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("mode", "lines"), [("auto", 0), ("on", 1), ("strict", 1)])
+def test_who_asked_is_warned_where_nothing_was_needed(toy, mode, lines):
+    done = toy(DECIDE.format(state="not needed"), check=False, VLLM_SPECPATCH=mode)
+    assert done.returncode == 0 and done.stderr.count("not needed: some reason") == lines
+
+
+def test_both_doors_let_strict_through(python):
+    wrong = {"VLLM_SPECPATCH": "strict", "VLLM_SPECPATCH_ROUTE": "fast"}
+    for door in ("vllm_specpatch.register()", "hooks.apply_in_source('json')"):
+        code = f"import json, vllm_specpatch\nfrom vllm_specpatch import hooks\n{door}"
+        done = python(code, check=False, **wrong)
+        assert done.returncode == 1 and "Refused" in done.stderr, done.stderr

@@ -495,6 +495,7 @@ def test_bad_lengths_raise_before_a_launch(seq_lens, start):
         {"max_rows": 65},
         {"num_kv_heads": 0},
         {"max_kv_len": 0},
+        {"max_kv_len": spec_mask.MAX_KV_LEN + 1},
         {"page_table_stride": 0},
         {"mask": "bits"},
         {"window_left": 10},
@@ -509,7 +510,8 @@ def test_bad_plans_raise(change):
         "max_kv_len": 100,
         "page_table_stride": 10,
     }
-    with pytest.raises(SpecMaskError, match="wanted .* found .*; "):
+    # By name: the device, which is the last thing that is looked at, is wrong in all of them.
+    with pytest.raises(SpecMaskError, match=rf"^{next(iter(change))}: wanted .* found .*; "):
         Plan(spec_mask.Module(BASE, Recorder()), device="cpu", **{**good, **change})
 
 
@@ -534,3 +536,67 @@ def test_unpack_follows_the_layout(planner):
     lists = planner.plan(shape, [400, 900, 5], [0, 2, 4, 6], planner.buffer(elements), elements)
     assert lists["kv_len"] == [400, 900, 5]
     assert lists["q_start"] == [0, 2, 4]
+
+
+def halves(cache):
+    return {"k_cache": cache[:, 0], "v_cache": cache[:, 1]}
+
+
+OUT_OF_PLACE = {
+    "q row stride": ("q", {"q": torch.zeros(8, 1028, dtype=BF)[:, :1024].view(8, 8, 128)}),
+    "q address": ("q", {"q": torch.zeros(8 * 1024 + 1, dtype=BF)[1:].view(8, 8, 128)}),
+    "cache elements": ("k_cache", halves(torch.zeros(6, 2, 16, 2, 256, dtype=BF)[..., ::2])),
+    "cache strides": ("k_cache", halves(torch.zeros(6, 2, 16, 2, 132, dtype=BF)[..., :128])),
+    "cache address": (
+        "k_cache",
+        halves(torch.zeros(6 * 2 * 16 * 2 * 128 + 1, dtype=BF)[1:].view(6, 2, 16, 2, 128)),
+    ),
+    "v dtype": ("v_cache", {"v_cache": torch.zeros(6, 2, 16, 2, 128, dtype=torch.float16)[:, 1]}),
+    "table columns": (
+        "page_table",
+        {"page_table": torch.zeros(5, 4, dtype=torch.int32).as_strided((4, 2), (5, 2))},
+    ),
+    "out dtype": ("out", {"out": torch.zeros(8, 8, 128)}),
+    "lse layout": ("lse", {"lse": torch.zeros(8, 8).t()}),
+    "mask layout": ("mask", {"mask": torch.zeros(16, dtype=torch.int64)[::2]}),
+    "sm_scale": ("sm_scale", {"sm_scale": -1.0}),
+    "k_scale": ("k_scale", {"k_scale": 0.0}),
+    "q device": ("q", {"q": torch.zeros(8, 8, 128, dtype=BF, device="meta")}),
+    "table device": ("page_table", {"page_table": torch.zeros(4, 5, dtype=torch.int32, device="meta")}),
+    "scale device": ("k_scale", {"k_scale": torch.ones(1, device="meta")}),
+}
+
+
+@pytest.mark.parametrize(("name", "changes"), OUT_OF_PLACE.values(), ids=OUT_OF_PLACE.keys())
+def test_what_a_kernel_could_not_reach_raises_before_a_launch(name, changes):
+    plan = make_plan("causal", WITH_WORDS)
+    with pytest.raises(SpecMaskError, match=rf"^{name}: wanted .* found .*; "):
+        run(plan, **arguments(**changes))
+    assert plan.module.ffi.calls == 0
+
+
+def test_a_module_with_the_soft_cap_needs_one():
+    with pytest.raises(SpecMaskError, match="^soft_cap: wanted"):
+        run(make_plan(spec=dataclasses.replace(BASE, soft_cap=True)), **arguments())
+
+
+def test_the_launch_gets_layout_and_scales_in_their_places():
+    k, v = torch.ones(1), torch.full((1,), 2.0)
+    hnd = torch.zeros(6, 2, 2, 16, 128, dtype=BF)
+    for layout, caches in (("NHD", {}), ("HND", halves(hnd))):
+        plan = make_plan()
+        run(plan, **arguments(**caches, layout=layout, k_scale=k, v_scale=3.0))
+        assert plan.module.ffi.args[8] is (layout == "HND")
+        assert plan.module.ffi.args[-5:-3] == (1.0, 3.0) and plan.module.ffi.args[-3] is k
+        assert plan.module.ffi.args[-2] is None
+        run(plan, **arguments(**caches, layout=layout, k_scale=0.5, v_scale=v))
+        assert plan.module.ffi.args[-5:-3] == (0.5, 1.0)
+        assert plan.module.ffi.args[-3] is None and plan.module.ffi.args[-2] is v
+
+
+def test_an_empty_entry_is_not_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for value in ("", f"{build.os.pathsep}/elsewhere"):
+        monkeypatch.setenv(build.PREBUILT_ENV, value)
+        prebuilt(tmp_path, BASE)
+        assert all(folder.is_absolute() for folder in build.prebuilt_folders())

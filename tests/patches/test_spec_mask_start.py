@@ -213,3 +213,116 @@ def test_a_block_table_of_another_width_gets_a_plan_of_its_own(any_route_bench, 
     assert [plan.shape["page_table_stride"] for plan in plans] == [64, 32, 64]
     assert plans[0] is plans[2] is not plans[1]
     assert plans[0].partial_o is plans[1].partial_o
+
+
+def test_window_and_soft_cap_of_the_layers_reach_module_plan_and_run(any_route_bench, loaded, monkeypatch):
+    import copy
+
+    import torch
+
+    b = any_route_bench(k=3)
+    [layer] = b.config.compilation_config.static_forward_context.values()
+    monkeypatch.setattr(layer.impl, "sliding_window", (9, 0))
+    monkeypatch.setattr(layer.impl, "logits_soft_cap", 30.0)
+    config = copy.copy(b.config)
+    loaded.clear()
+    with b.current(config):
+        assert type(b.builder).get_cudagraph_support(config, b.spec).name == "UNIFORM_BATCH"
+        at_gate = list(loaded)
+        b.builder = type(b.builder)(b.spec, list(b.layers), config, b.builder.device)
+    assert {(s.window, s.soft_cap) for s in loaded} == {(True, True)} and set(loaded) == set(at_gate)
+    runs = []
+    monkeypatch.setattr(spec_mask, "run", lambda *a, **options: runs.append(options))
+    metadata, _ = b.build([4, 4], [20, 33], capture=True)
+    shape = metadata.decode.wrapper.plan.shape
+    assert (shape["window_left"], shape["num_kv_heads"]) == (9, 2)
+    metadata.decode.wrapper.run(torch.zeros(8, 4, 128), b.kv_cache(4).split(128, dim=-1))
+    assert runs[0]["soft_cap"] == 30.0
+
+
+def test_a_module_that_failed_the_check_fails_it_again(loaded, monkeypatch):
+    def wrong(module):
+        raise probe.WrongResults("the kernel is wrong on a GPU")
+
+    monkeypatch.setattr(probe, "check", wrong)
+    for _ in range(2):
+        with pytest.raises(routes.RouteUnavailable, match="wrong on a GPU"):
+            spec_mask_route.load(spec_mask.Spec(head_dim=128, group_size=2))
+
+
+def test_the_gate_loads_the_module_of_an_fp8_cache(any_route_bench, loaded):
+    import copy
+
+    b = any_route_bench(k=3, kv_cache_dtype="fp8_e5m2")
+    [served] = set(loaded)
+    loaded.clear()
+    config = copy.copy(b.config)
+    with b.current(config):
+        type(b.builder).get_cudagraph_support(config, b.spec)
+    assert set(loaded) == {served} and served.dtype_kv == "float8_e5m2"
+
+
+def test_a_plan_larger_than_the_workspace_becomes_it(any_route_bench, loaded):
+    b = any_route_bench(k=3)
+    route = b.builder.specpatch_route
+    route._workspace = tuple(t[:5] for t in route._workspace)
+    plan = b.build([4, 4], [30, 30], capture=True)[0].decode.wrapper.plan
+    assert plan.partial_o.shape[0] == plan.partial_lse.shape[0] == 8
+    assert route._workspace == (plan.partial_o, plan.partial_lse)
+    small = b.build([4], [30], capture=True)[0].decode.wrapper.plan
+    assert small.partial_o is plan.partial_o and small.partial_lse is plan.partial_lse
+
+
+def test_fewer_columns_of_the_same_table_get_a_plan_of_their_own(any_route_bench, loaded):
+    b = any_route_bench(k=3)
+    common = b.batch([4, 2], [30, 40])
+    narrow = common.replace(block_table_tensor=common.block_table_tensor[:, :32])  # the same row stride
+    with b.current(b.config):
+        first, second = (
+            b.builder.build(common_prefix_len=0, common_attn_metadata=c).decode.wrapper.plan
+            for c in (narrow, common)
+        )
+    assert [p.shape["max_kv_len"] for p in (first, second)] == [32 * 16, 64 * 16]
+
+
+def test_batches_left_to_vllm_wait_for_the_copies_too(any_route_bench, loaded, monkeypatch):
+    import torch
+
+    b = any_route_bench(k=3)
+    happened = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(happened))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    b.builder.specpatch_route._staging = spec_mask_route.Staging(torch.device("cuda"))
+    b.build([100], [100])
+    b.build([4, 4], [20, 33], causal=False)
+    assert happened == ["record", "wait", "record"]
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "most"),
+    [
+        ("scheduler_config", "max_num_seqs", spec_mask.MAX_REQUESTS),
+        ("model_config", "max_model_len", spec_mask.MAX_KV_LEN),
+    ],
+)
+def test_what_the_planner_just_takes_is_served(any_route_bench, loaded, part, field, most):
+    from vllm_specpatch.patches import spec_mask_route as r
+
+    b = any_route_bench(k=3)
+    setattr(getattr(b.config, part), field, most)
+    assert r.SpecMaskRoute.prepare(b.config, b.backend, 4) is None
+
+
+def test_a_capture_plans_once(any_route_bench, loaded, monkeypatch):
+    import torch
+
+    b = any_route_bench(k=3)
+    metadata, _ = b.build([4, 4], [4, 4], capture=True)
+    wrapper = metadata.decode.wrapper
+    monkeypatch.setattr(spec_mask, "run", lambda *a, **k: None)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    caches = [torch.zeros(1, 16, 2, 128) for _ in range(3)]
+    for cache in caches:
+        wrapper.run(torch.zeros(8, 4, 128), (cache, cache))
+    assert len(wrapper.plan.updates) == 1
