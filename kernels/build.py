@@ -16,7 +16,9 @@ each other (flashinfer/jit/core.py).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.util
 import json
@@ -32,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from .spec_mask import Spec
 
@@ -385,10 +387,21 @@ def is_whole(library: Path) -> bool:
         return False
 
 
+@functools.cache
+def _toolkit(nvcc: str | None) -> str:
+    """The release of a compiler, as 13.0; empty if it does not say."""
+    if nvcc is None:
+        return ""
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"release (\d+\.\d+)", said)
+    return found[1] if found else ""
+
+
 def _write_note(library: Path, spec: Spec, arch: Arch) -> None:
     note = {
         "sha256": _sha256(library),
         "arch": arch.name,
+        "toolkit": _toolkit(find_nvcc()),
         "flashinfer": flashinfer_version(),
         "spec": dataclasses.asdict(spec),
     }
@@ -429,7 +442,7 @@ def build(
 
     ``before_build`` is called with one line for the user when this process is about to compile.
     ``unloadable`` is the sha256 of a library that did not load: if that is the one in the cache, another is
-    built, from nothing.
+    built, from nothing; it is put back if that fails.
 
     Runs under FlashInfer's lock for this module, so that concurrent processes build once. What an
     interrupted build left is completed if possible, else started over. Needs a compiler only if
@@ -441,7 +454,10 @@ def build(
     library = cached_library(module_uri(spec, arch, version))
 
     def is_there() -> bool:
-        return is_whole(library) and (unloadable is None or _sha256(library) != unloadable)
+        try:
+            return is_whole(library) and (unloadable is None or _sha256(library) != unloadable)
+        except OSError:  # another process has just taken it away
+            return False
 
     if is_there():
         return library
@@ -453,30 +469,48 @@ def build(
     with FileLock(jit.lock_path, thread_local=False):
         if is_there():  # another process was here first
             return library
-        if unloadable is not None:  # its objects are of the same toolkit
-            shutil.rmtree(library.parent, ignore_errors=True)
-            jit = jit_spec(spec, arch)
-        # Ninja would take a half-written library for a finished one.
-        library.unlink(missing_ok=True)
-        leftovers = any(library.parent.glob("*.o"))
-        if before_build is not None:
-            before_build(
-                f"building spec-mask module for sm_{arch.sm} ({spec.describe()}): "
-                f"about {build_seconds(spec)} s, cached afterwards"
-            )
-        try:
-            compile_jit(jit)
-        except RuntimeError as error:
-            if not leftovers:
-                raise _compile_error(library, spec, error) from error
-            # Perhaps an object of an interrupted build: once more from nothing.
-            shutil.rmtree(library.parent, ignore_errors=True)
+        with contextlib.ExitStack() as aside:
+            if unloadable is not None:  # its objects are of the same toolkit
+                aside.enter_context(_set_aside(library.parent))
+                jit = jit_spec(spec, arch)
+            # Ninja would take a half-written library for a finished one.
+            library.unlink(missing_ok=True)
+            leftovers = any(library.parent.glob("*.o"))
+            if before_build is not None:
+                before_build(
+                    f"building spec-mask module for sm_{arch.sm} ({spec.describe()}): "
+                    f"about {build_seconds(spec)} s, cached afterwards"
+                )
             try:
-                compile_jit(jit_spec(spec, arch))
-            except RuntimeError as again:
-                raise _compile_error(library, spec, again) from again
-        _write_note(library, spec, arch)
+                compile_jit(jit)
+            except RuntimeError as error:
+                if not leftovers:
+                    raise _compile_error(library, spec, error) from error
+                # Perhaps an object of an interrupted build: once more from nothing.
+                shutil.rmtree(library.parent, ignore_errors=True)
+                try:
+                    compile_jit(jit_spec(spec, arch))
+                except RuntimeError as again:
+                    raise _compile_error(library, spec, again) from again
+            _write_note(library, spec, arch)
     return library
+
+
+@contextlib.contextmanager
+def _set_aside(folder: Path) -> Iterator[None]:
+    """Renames a folder while another is made in its place; who shares the cache may need it if that fails."""
+    kept = _partial(folder)
+    if not folder.exists():
+        yield
+        return
+    folder.rename(kept)
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        kept.rename(folder)
+        raise
+    shutil.rmtree(kept, ignore_errors=True)
 
 
 def prebuilt_folders() -> list[Path]:
@@ -599,9 +633,14 @@ def _load_built(spec: Spec, arch: Arch, before_build: Callable[[str], None] | No
     try:
         return _load(library)
     except BuildError:
-        if find_nvcc() is None:
+        try:
+            note, digest = json.loads(_note_of(library).read_text()), _sha256(library)
+        except (OSError, ValueError):  # another process is replacing it: build() waits for that
+            note, digest = {}, None
+        # With the toolkit that is here it would come out the same, at every start.
+        if find_nvcc() is None or note.get("toolkit") == _toolkit(find_nvcc()):
             raise
-        return _load(build(spec, arch, before_build, unloadable=_sha256(library)))
+        return _load(build(spec, arch, before_build, unloadable=digest))
 
 
 # --- building ahead -----------------------------------------------------------------------------

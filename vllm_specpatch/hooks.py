@@ -7,6 +7,7 @@ recorded and logged once, except in strict mode, where failing the import is the
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
@@ -190,6 +191,7 @@ class Engine:
     def deactivate(self) -> list[str]:
         with self.lock:
             self.retired = True  # hooks that still wait must not apply later
+            gc.collect()  # what was made while patched may be in cycles
             lines = self.ledger.restore()
             if lines:
                 lines.append("captured CUDA graphs and builders made while patched go on as captured")

@@ -164,7 +164,7 @@ def test_broken_objects_are_compiled_again(cache):
     assert len(cache.compiled()) == before + 2
 
 
-def unloadable(path: Path) -> None:
+def unloadable(path: Path, toolkit: str = "12.9") -> None:
     """A library with a right note, which needs one that is not here: built with another CUDA release."""
     path.parent.mkdir(parents=True, exist_ok=True)
     absent = path.with_name("libcudart_of_another_release.so.1")
@@ -176,6 +176,9 @@ def unloadable(path: Path) -> None:
     )
     absent.unlink()
     build._write_note(path, TINY, build.Arch.parse(ARCH))
+    note = path.with_suffix(".json")
+    assert json.loads(note.read_text())["toolkit"] == build._toolkit(build.find_nvcc()) != ""
+    note.write_text(json.dumps({**json.loads(note.read_text()), "toolkit": toolkit}))
     assert build.is_whole(path)
 
 
@@ -187,6 +190,32 @@ def test_a_library_that_does_not_load_is_built_anew(cache):
     assert len(cache.compiled()) == before + 2, "from nothing: its objects are of the other release too"
     assert cache.load().startswith("SIZES 2 ")
     assert len(cache.compiled()) == before + 2
+    assert [p.name for p in cache.built.parent.parent.iterdir() if cache.built.stem in p.name] == [
+        cache.built.stem
+    ]
+
+
+def test_a_library_that_this_toolkit_makes_so_is_not_built_at_every_start(cache):
+    good = cache.built.read_bytes()
+    before = cache.compiled()
+    unloadable(cache.built, build._toolkit(build.find_nvcc()))
+    assert cache.load().startswith("ERROR spec_mask: wanted a module that loads, found ")
+    assert cache.compiled() == before
+    cache.built.write_bytes(good)
+    build._write_note(cache.built, TINY, build.Arch.parse(ARCH))
+
+
+def test_a_folder_set_aside_comes_back_if_nothing_takes_its_place(tmp_path):
+    folder = tmp_path / "module"
+    folder.mkdir()
+    (folder / "old").touch()
+    with pytest.raises(RuntimeError), build._set_aside(folder):
+        folder.mkdir()
+        raise RuntimeError
+    assert [p.name for p in folder.iterdir()] == ["old"]
+    with build._set_aside(folder):
+        folder.mkdir()
+    assert list(folder.iterdir()) == [] and list(tmp_path.iterdir()) == [folder]
 
 
 def test_a_library_that_does_not_load_is_one_line_without_a_compiler(cache, tmp_path):

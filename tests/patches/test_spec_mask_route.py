@@ -289,6 +289,8 @@ def test_a_drafters_longer_first_pass_is_planned_with_the_lengths_of_the_device(
     common.is_prefilling = torch.tensor([False, False, True, True])
     common.seq_lens_cpu_upper_bound = torch.tensor([23, 36, 50, 30], dtype=torch.int32)
     if stale == "host copy":
+        if not hasattr(common, "_seq_lens_cpu"):
+            pytest.skip("from vLLM 0.30 there is no copy on the host")
         common = common.replace(_seq_lens_cpu=common.seq_lens.clone())
     slots = torch.zeros(common.num_actual_tokens + 4 * 2, dtype=torch.int64)
     common = extend_all_queries_by_N(common, 2, torch.arange(64, dtype=torch.int32), slots)
