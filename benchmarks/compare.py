@@ -3,7 +3,8 @@ first that has it), and whether tokens are equal.
 
     python benchmarks/compare.py stock.json patched.json flash_attn.json [--write results.json]
 
-With ``--write`` the results are stored together, without the token lists but with what was compared.
+Exits with 1 if tokens differ anywhere, with 2 if no two results share a cell. With ``--write`` the results
+are stored together, without the token lists but with what was compared.
 """
 
 import json
@@ -31,7 +32,7 @@ def sampled(a: dict, b: dict) -> str:
     return f"sampled {first_difference(a['sampled'], b['sampled'])}, logprobs within {largest:.4f}"
 
 
-def main() -> None:
+def main() -> int:
     arguments = sys.argv[1:]
     target = None
     if "--write" in arguments:
@@ -48,8 +49,10 @@ def main() -> None:
         for line in r["downgrade"]:
             print(f"{'':24} {line[:130]}")
     print()
+    differing = shared = 0
     for cell in dict.fromkeys(cell for r in results for cell in r["cells"]):
         having = [r for r in results if cell in r["cells"]]
+        shared += len(having) > 1
         first = having[0]
         for r in having:
             c, reference = r["cells"][cell], first["cells"][cell]
@@ -58,6 +61,7 @@ def main() -> None:
                 "ratio_to_first": round(c["ms_per_step"] / reference["ms_per_step"], 3),
                 "tokens_vs_first": same,
             }
+            differing += same != "equal"
             if first is not base:  # it was stopped before this cell
                 c["first"] = first["name"]
             print(
@@ -75,7 +79,8 @@ def main() -> None:
                     cell.pop(lists, None)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps({"compared_with": base["name"], "results": results}, indent=1) + "\n")
+    return 1 if differing else 0 if shared else 2
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -193,7 +193,8 @@ def probe(options: dict[str, Any]) -> dict[str, Any]:
     if capability is None:
         raise SystemExit("no CUDA GPU found; pass --gpu, for example --gpu sm_86")
     method, k, kv = options["method"], options["k"], options["kv_cache_dtype"]
-    config = engine_config(tempfile.mkdtemp(prefix="specpatch-predict-"), method, k, kv)
+    scratch = tempfile.TemporaryDirectory(prefix="specpatch-predict-")
+    config = engine_config(scratch.name, method, k, kv)
     with set_current_vllm_config(config), simulated_device(simulated):
         spec, builder = make_builder(config, kv, "cpu" if simulated else "cuda")
         support = backend.FlashInferMetadataBuilder.get_cudagraph_support(config, spec)
@@ -211,6 +212,7 @@ def probe(options: dict[str, Any]) -> dict[str, Any]:
         known = inspect.signature(resolve).parameters
         mode = resolve(**{name: value for name, value in arguments.items() if name in known})
         compilation_log.removeHandler(warnings)
+    scratch.cleanup()
     result = {
         "vllm": vllm.__version__,
         "flashinfer": flashinfer.__version__,

@@ -187,6 +187,8 @@ def attention_impls(vllm_config: Any, backend: Any) -> list[Any]:
     """The implementations of the model's layers on this backend, target's and drafter's."""
     layers = vllm_config.compilation_config.static_forward_context.values()
     impls = [getattr(layer, "impl", None) for layer in layers]
+    # From 0.30 a layer may choose between implementations at run time.
+    impls = [each for impl in impls for each in getattr(impl, "get_impl_variants", lambda i=impl: (i,))()]
     return [impl for impl in impls if isinstance(impl, backend.FlashInferImpl)]
 
 

@@ -281,15 +281,19 @@ class FlashInferSpecDecode:
         try:
             if not self._is_ours(kv_cache_spec):
                 return stock
-            commitment = self.commitment(vllm_config, kv_cache_spec)
-            if stock.value >= uniform.value or not commitment.applies:
+            if stock.value >= uniform.value:
+                return stock
+            # A group of several specs is asked about as one on the V1 runner, and has a builder for each.
+            parts = [self.commitment(vllm_config, spec) for spec in self._attention_specs(kv_cache_spec)]
+            if not all(commitment.applies for commitment in parts):
                 return stock
         except Refused:
             raise
         except Exception as e:
             self._failed(vllm_config, e)
             return stock
-        commitment.promised = True
+        for commitment in parts:
+            commitment.promised = True
         return uniform
 
     def init(self, wrapped: Any, builder: Any, args: Any, kwargs: Any) -> None:
@@ -307,6 +311,10 @@ class FlashInferSpecDecode:
             if not builder.enable_cuda_graph:
                 # Another backend of the model lowered the mode before this builder was made (V1 runner).
                 return
+            if getattr(builder, "use_trtllm_decode_attention", False):
+                raise SpecPatchError(
+                    "vLLM decodes this group through trtllm-gen or XQA, against what its sources say"
+                )
             builder.specpatch_captured = CapturedShapes()
             # vLLM's own rule, including parallel drafting (1 + 2k) and the DCP guard.
             builder._init_reorder_batch_threshold(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__, bench, checklog, doctor, fingerprint, predict, selftest
-from .exit_codes import GOOD, WRONG
+from .exit_codes import CANNOT_TELL, GOOD, WRONG
 from .hooks import load_patches
 
 #: The kernels' build module; a string, because the engine knows no kernel.
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.run(arguments))
     except BrokenPipeError:
-        return GOOD
+        return CANNOT_TELL  # whoever closed the pipe has not seen the verdict
 
 
 if __name__ == "__main__":

@@ -206,6 +206,8 @@ def visible(gpus: Sequence[dict[str, Any]], environ: Mapping[str, str]) -> list[
         if same or environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
             return [gpu for gpu in gpus if str(gpu["index"]) in names]
         return list(gpus)
+    if any(name.startswith("MIG-") for name in names):  # a part of a GPU; nvidia-smi lists whole ones
+        return list(gpus)
     return [gpu for gpu in gpus if any(str(gpu["uuid"] or "").startswith(name) for name in names)]
 
 

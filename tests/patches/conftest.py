@@ -122,8 +122,9 @@ class Bench:
         from vllm_specpatch.patches import predict_probe
 
         self.backend, self.recorders = backend, recorders
+        self._folder = tempfile.TemporaryDirectory(prefix="specpatch-test-")
         self.config = predict_probe.engine_config(
-            tempfile.mkdtemp(prefix="specpatch-test-"), method, k, kv_cache_dtype, **engine_arguments
+            self._folder.name, method, k, kv_cache_dtype, **engine_arguments
         )
         cache = self.config.cache_config
         if getattr(cache, "kv_cache_layout", "") is None:

@@ -236,7 +236,8 @@ def test_window_and_soft_cap_of_the_layers_reach_module_plan_and_run(any_route_b
     metadata, _ = b.build([4, 4], [20, 33], capture=True)
     shape = metadata.decode.wrapper.plan.shape
     assert (shape["window_left"], shape["num_kv_heads"]) == (9, 2)
-    metadata.decode.wrapper.run(torch.zeros(8, 4, 128), b.kv_cache(4).split(128, dim=-1))
+    cache = torch.zeros(4, 16, 2, 128)
+    metadata.decode.wrapper.run(torch.zeros(8, 4, 128), (cache, cache))
     assert runs[0]["soft_cap"] == 30.0
 
 

@@ -35,7 +35,9 @@ def test_a_cell_that_the_first_lacks_is_compared_with_the_next(tmp_path):
         files[-1].write_text(json.dumps(run))
     target = tmp_path / "all.json"
     command = [sys.executable, "-P", str(SCRIPT), *map(str, files), "--write", str(target)]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    done = subprocess.run(command, capture_output=True, text=True)
+    printed = done.stdout
+    assert done.returncode == 1, "tokens differ"
     written = json.loads(target.read_text())
     assert written["compared_with"] == "stock"
     _, patched, other = (r["cells"] for r in written["results"])
@@ -46,6 +48,9 @@ def test_a_cell_that_the_first_lacks_is_compared_with_the_next(tmp_path):
     assert other["ctx8192_bs1"]["ratio_to_first"] == 2.0
     assert other["ctx8192_bs1"]["tokens_vs_first"] == "1/2 differ from token 1"
     assert all("tokens" not in r for r in written["results"])
+    for names, code in (([0, 1], 0), ([0], 2)):
+        command = [sys.executable, "-P", str(SCRIPT), *(str(files[i]) for i in names)]
+        assert subprocess.run(command, capture_output=True).returncode == code
     assert [line.split()[:2] for line in printed.splitlines() if line.startswith("ctx8192")] == [
         ["ctx8192_bs1", "patched"],
         ["ctx8192_bs1", "other"],

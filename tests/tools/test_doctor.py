@@ -167,6 +167,7 @@ def test_no_text_of_nvidia_smi_raises(text):
         ({"CUDA_VISIBLE_DEVICES": "2"}, [0, 1, 2]),  # CUDA would call the H200 0: the number says nothing
         ({"CUDA_VISIBLE_DEVICES": "2", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, [2]),
         ({"CUDA_VISIBLE_DEVICES": "GPU-3c,GPU-5e6f"}, [1, 2]),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-0c757cd7-9d3e-5f1a"}, [0, 1, 2]),
     ],
 )
 def test_visible_devices(environ, left):
