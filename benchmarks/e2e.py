@@ -11,10 +11,10 @@ Keys: k (draft tokens, 7; 0 = none), bs, ctx, out (tokens per request), layers, 
 (auto, fp8, fp8_e5m2), accept (tokens a step by vLLM's synthetic acceptance; EAGLE), async (0 or 1), cg
 (capture sizes), eager=1, gpu_gib (KV cache size), method (eagle, ngram, dflash), json (result file), skip
 (cells to leave out, as 32x32768: batch x context), profile (cells to trace with torch's profiler after all
-timings, as 1x1024), tp and pp (GPUs), lora (rank of an adapter with random weights), sample=1 (sampled tokens
-and logprobs too), turns (FOLDER:N, see Turns; as: this process's name there), native33=1 (act as below sm_90:
-vLLM 0.33's own multi-token FA2 decode). With fp8 KV, queries stay bf16 (as on sm_8x, where FA2 takes no fp8
-queries).
+timings, as 1x1024), weights (dummy: vLLM's, with which attention changes no token), tp and pp (GPUs), lora
+(rank of an adapter with random weights), sample=1 (sampled tokens and logprobs too), turns (FOLDER:N, see
+Turns; as: this process's name there), native33=1 (act as below sm_90: vLLM 0.33's own multi-token FA2
+decode). With fp8 KV, queries stay bf16 (as on sm_8x, where FA2 takes no fp8 queries).
 """
 
 import contextlib
@@ -31,6 +31,7 @@ import signal
 import sys
 import time
 import warnings
+import zlib
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -54,6 +55,40 @@ MODEL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+def fill_weights(model, seed: int) -> int:
+    """Gives a model random weights with which its tokens depend on attention; returns how many were set.
+
+    In place, so that captured graphs see them. vLLM's dummy weights are uniform up to 0.001
+    (model_loader/weight_utils.py, initialize_dummy_weights), norms included: attention's output is then 1e-5
+    of the embedding that it is added to and is rounded away, whatever it is. Here norms are 1, embeddings are
+    N(0, 1) and matrices N(0, 1 / inputs), as at the start of a training. A parameter's values depend on its
+    name and the seed only.
+    """
+    import torch
+
+    done = set()
+    for name, weight in model.named_parameters():
+        if weight.data_ptr() in done or not weight.is_floating_point():
+            continue
+        done.add(weight.data_ptr())  # a drafter may share the target's embedding
+        if weight.dim() == 1:
+            weight.data.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        scale = 1.0 if "embed" in name else weight.shape[-1] ** -0.5
+        source = torch.Generator(weight.device).manual_seed(seed ^ zlib.crc32(name.encode()))
+        for rows in weight.data.split(4096):  # fp32 of a whole embedding would take half a GiB
+            rows.copy_(torch.randn(rows.shape, generator=source, device=weight.device) * scale)
+    return len(done)
+
+
+def fill_models(worker) -> int:
+    """Target and drafter of one worker; the drafter first, since it may share weights with the target."""
+    runner = getattr(worker, "worker", worker).model_runner
+    drafter = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
+    models = [getattr(drafter, "model", None), getattr(runner, "model", None)]
+    return sum(fill_weights(m, 1 + i) for i, m in enumerate(models) if hasattr(m, "named_parameters"))
 
 
 class Messages(logging.Handler):
@@ -125,6 +160,20 @@ def sampled(llm, prompts: list, tokens: int, lora) -> dict:
             for o in outputs
         ],
     }
+
+
+def judged(llm, prompts: list, tokens: int, lora) -> tuple[list, list]:
+    """Greedy tokens of each request, and for each token by how much it was ahead of the next best, in
+    logprob: two engines that round differently may part where that is little."""
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(
+        temperature=0, logprobs=2, max_tokens=2 + tokens, ignore_eos=True, detokenize=False
+    )
+    outputs = [o.outputs[0] for o in llm.generate(prompts, greedy, use_tqdm=False, lora_request=lora)]
+    ids = [list(o.token_ids) for o in outputs]
+    best = [[sorted((p.logprob for p in at.values()), reverse=True) for at in o.logprobs] for o in outputs]
+    return ids, [[round(at[0] - at[1], 4) for at in row] for row in best]
 
 
 def make_llm(backend: str, options: dict, contexts: list[int], batches: list[int], out: int, **others):
@@ -393,8 +442,8 @@ def stop(*_) -> None:
     raise Stopped
 
 
-def measure(llm, lora, turn, options: dict, cells: dict, tokens: dict) -> None:
-    """Fills ``cells`` and the token lists, cell by cell, then what is traced."""
+def measure(llm, lora, turn, options: dict, cells: dict, tokens: dict, gaps: dict) -> None:
+    """Fills ``cells``, the token lists and how sure they were, cell by cell, then what is traced."""
     from vllm import SamplingParams
 
     contexts, batches = sizes(options)
@@ -422,8 +471,8 @@ def measure(llm, lora, turn, options: dict, cells: dict, tokens: dict) -> None:
                 generate(8)
                 short = [generate(2)[0] for _ in range(repeats)]
                 runs = [generate(2 + out) for _ in range(repeats)]
+                ids, gaps[f"ctx{context}_bs{batch}"] = judged(llm, prompts, out, lora)
             long = [seconds for seconds, _ in runs]
-            ids = [list(o.outputs[0].token_ids) for o in runs[-1][1]]
             cell = f"ctx{context}_bs{batch}"
             cells[cell] = {
                 "ms_per_step": round((min(long) - min(short)) / out * 1e3, 3),
@@ -465,6 +514,7 @@ def main() -> None:
     started = time.time()
     llm = make_llm(backend, options, *sizes(options), int(options.get("out", 64)))
     init_s = time.time() - started
+    filled = None if options.get("weights") == "dummy" else llm.llm_engine.collective_rpc(fill_models)
     lora = None
     if "lora" in options:
         from vllm.lora.request import LoRARequest
@@ -474,11 +524,11 @@ def main() -> None:
     turn = contextlib.nullcontext
     if "turns" in options:
         turn = Turns(options["turns"], options.get("as", name)).mine
-    cells, tokens = {}, {}
+    cells, tokens, gaps = {}, {}, {}
     signal.signal(signal.SIGTERM, stop)
     stopped = False
     try:
-        measure(llm, lora, turn, options, cells, tokens)
+        measure(llm, lora, turn, options, cells, tokens, gaps)
     except Stopped:
         stopped = True
     config = llm.llm_engine.vllm_config
@@ -509,6 +559,7 @@ def main() -> None:
         if status is None
         else {n: p["decisions"][-1:] or p["state"] for n, p in status["patches"].items()},
         "init_s": round(init_s, 1),
+        "weights": "dummy" if filled is None else f"random, {filled} parameters",
         "cells": cells,
         "stopped": stopped,
     }
@@ -519,7 +570,7 @@ def main() -> None:
     if "json" in options:
         path = pathlib.Path(options["json"])
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({**result, "tokens": tokens}))
+        path.write_text(json.dumps({**result, "tokens": tokens, "gaps": gaps}))
     print("RESULT " + json.dumps(result), flush=True)
 
 

@@ -1,9 +1,12 @@
-"""benchmarks/compare.py on results of runs, one of which was stopped."""
+"""benchmarks/compare.py on results of runs, and the weights that make tokens worth comparing."""
 
+import importlib.util
 import json
 import pathlib
 import subprocess
 import sys
+
+import pytest
 
 SCRIPT = pathlib.Path(__file__).parent.parent.parent / "benchmarks" / "compare.py"
 
@@ -55,3 +58,65 @@ def test_a_cell_that_the_first_lacks_is_compared_with_the_next(tmp_path):
         ["ctx8192_bs1", "patched"],
         ["ctx8192_bs1", "other"],
     ]
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, SCRIPT.with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_where_rounding_may_part_two_runs():
+    first_difference = script("compare").first_difference
+    a = [[1] * 20, [2] * 20]
+    b = [[1] * 15 + [9] * 5, [2] * 20]
+    near, sure = [[1.0] * 15 + [0.05] * 5] * 2, [[1.0] * 15 + [0.5] * 5] * 2
+    assert first_difference(a, b) == "1/2 differ from token 15"
+    assert first_difference(a, b, near) == "1/2 part by rounding (at most 0.050), after 18"
+    assert first_difference(a, b, sure) == "1/2 differ from token 15"
+    # All of them at once, however near: that is no rounding.
+    at_once = [[9] * 20, [9] * 20]
+    assert first_difference(a, at_once, [[0.05] * 20] * 2) == "2/2 differ from token 0"
+
+
+def test_tokens_depend_on_attention_with_our_weights_and_not_with_vllms_dummy_ones(monkeypatch):
+    torch = pytest.importorskip("torch")
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    from vllm.model_executor.model_loader.weight_utils import initialize_dummy_weights
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    model = llama.LlamaForCausalLM(llama.LlamaConfig(**sizes, **heads)).to(torch.bfloat16).eval()
+    prompts = torch.randint(3, 1024, (4, 50), generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def greedy(ids):
+        for _ in range(8):
+            ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
+        return ids[:, prompts.shape[1] :].tolist()
+
+    forward = llama.LlamaAttention.forward
+
+    def without_attention(self, *args, **kwargs):
+        out, *rest = forward(self, *args, **kwargs)
+        return torch.zeros_like(out), *rest
+
+    def differing():
+        right = greedy(prompts)
+        with monkeypatch.context() as patched:
+            patched.setattr(llama.LlamaAttention, "forward", without_attention)
+            wrong = greedy(prompts)
+        return sum(a != b for a, b in zip(right, wrong, strict=True))
+
+    with torch.no_grad():
+        initialize_dummy_weights(model, None)
+    assert differing() == 0
+    fill_weights = script("e2e").fill_weights
+    assert fill_weights(model, 1) == len(list(model.parameters()))
+    assert differing() == 4
+    before = [p.clone() for p in model.parameters()]
+    fill_weights(model, 1)
+    assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+    fill_weights(model, 2)
+    assert not torch.equal(before[0], next(model.parameters()))
