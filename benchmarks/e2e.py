@@ -143,28 +143,19 @@ def write_adapter(name: str, layers: int, rank: int) -> str:
     return str(folder)
 
 
-def sampled(llm, prompts: list, tokens: int, lora) -> dict:
-    """Tokens drawn at random, with a seed for each request, and the logprobs that greedy ones had."""
+def drawn(llm, prompts: list, tokens: int, lora) -> list[list[int]]:
+    """Tokens drawn at random, with a seed for each request."""
     from vllm import SamplingParams
 
     fixed = {"max_tokens": tokens, "ignore_eos": True, "detokenize": False}
     seeds = [SamplingParams(temperature=0.8, seed=1000 + i, **fixed) for i in range(len(prompts))]
-    drawn = llm.generate(prompts, seeds, use_tqdm=False, lora_request=lora)
-    greedy = SamplingParams(temperature=0, logprobs=1, **fixed)
-    outputs = [o.outputs[0] for o in llm.generate(prompts, greedy, use_tqdm=False, lora_request=lora)]
-    return {
-        "sampled": [list(o.outputs[0].token_ids) for o in drawn],
-        "greedy": [list(o.token_ids) for o in outputs],
-        "logprobs": [
-            [round(at[token].logprob, 5) for token, at in zip(o.token_ids, o.logprobs, strict=True)]
-            for o in outputs
-        ],
-    }
+    outputs = llm.generate(prompts, seeds, use_tqdm=False, lora_request=lora)
+    return [list(o.outputs[0].token_ids) for o in outputs]
 
 
-def judged(llm, prompts: list, tokens: int, lora) -> tuple[list, list]:
-    """Greedy tokens of each request, and for each token by how much it was ahead of the next best, in
-    logprob: two engines that round differently may part where that is little."""
+def judged(llm, prompts: list, tokens: int, lora) -> tuple[list, list, list]:
+    """Greedy tokens of each request, their logprobs, and by how much each was ahead of the next best: two
+    engines that round differently may part where that is little."""
     from vllm import SamplingParams
 
     greedy = SamplingParams(
@@ -172,8 +163,12 @@ def judged(llm, prompts: list, tokens: int, lora) -> tuple[list, list]:
     )
     outputs = [o.outputs[0] for o in llm.generate(prompts, greedy, use_tqdm=False, lora_request=lora)]
     ids = [list(o.token_ids) for o in outputs]
+    logprobs = [
+        [round(at[token].logprob, 5) for token, at in zip(o.token_ids, o.logprobs, strict=True)]
+        for o in outputs
+    ]
     best = [[sorted((p.logprob for p in at.values()), reverse=True) for at in o.logprobs] for o in outputs]
-    return ids, [[round(at[0] - at[1], 4) for at in row] for row in best]
+    return ids, logprobs, [[round(at[0] - at[1], 4) for at in row] for row in best]
 
 
 def make_llm(backend: str, options: dict, contexts: list[int], batches: list[int], out: int, **others):
@@ -464,16 +459,15 @@ def measure(llm, lora, turn, options: dict, cells: dict, tokens: dict, gaps: dic
             def generate(n, prompts=prompts):
                 sampling = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
                 start = time.perf_counter()
-                outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
-                return time.perf_counter() - start, outputs
+                llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
+                return time.perf_counter() - start
 
+            cell = f"ctx{context}_bs{batch}"
             with turn():
                 generate(8)
-                short = [generate(2)[0] for _ in range(repeats)]
-                runs = [generate(2 + out) for _ in range(repeats)]
-                ids, gaps[f"ctx{context}_bs{batch}"] = judged(llm, prompts, out, lora)
-            long = [seconds for seconds, _ in runs]
-            cell = f"ctx{context}_bs{batch}"
+                short = [generate(2) for _ in range(repeats)]
+                long = [generate(2 + out) for _ in range(repeats)]
+                ids, logprobs, gaps[cell] = judged(llm, prompts, out, lora)
             cells[cell] = {
                 "ms_per_step": round((min(long) - min(short)) / out * 1e3, 3),
                 "spread_ms": round((max(long) - min(long)) / out * 1e3, 3),
@@ -483,7 +477,8 @@ def measure(llm, lora, turn, options: dict, cells: dict, tokens: dict, gaps: dic
             tokens[cell] = ids
             if "sample" in options:
                 with turn():
-                    cells[cell] |= sampled(llm, prompts, out, lora)
+                    random_ids = drawn(llm, prompts, out, lora)
+                cells[cell] |= {"sampled": random_ids, "greedy": ids, "logprobs": logprobs}
             if f"{batch}x{context}" in traced:
                 later.append((cell, generate))
     # After all timings: where torch's profiler has been, graphs are launched more slowly (stock, batch 1

@@ -469,9 +469,9 @@ def build(
     with FileLock(jit.lock_path, thread_local=False):
         if is_there():  # another process was here first
             return library
-        with contextlib.ExitStack() as aside:
-            if unloadable is not None:  # its objects are of the same toolkit
-                aside.enter_context(_set_aside(library.parent))
+        # With what did not load go its objects, which are of the same toolkit.
+        with contextlib.nullcontext() if unloadable is None else _set_aside(library.parent):
+            if unloadable is not None:
                 jit = jit_spec(spec, arch)
             # Ninja would take a half-written library for a finished one.
             library.unlink(missing_ok=True)
@@ -637,8 +637,9 @@ def _load_built(spec: Spec, arch: Arch, before_build: Callable[[str], None] | No
             note, digest = json.loads(_note_of(library).read_text()), _sha256(library)
         except (OSError, ValueError):  # another process is replacing it: build() waits for that
             note, digest = {}, None
+        nvcc = find_nvcc()
         # With the toolkit that is here it would come out the same, at every start.
-        if find_nvcc() is None or note.get("toolkit") == _toolkit(find_nvcc()):
+        if nvcc is None or note.get("toolkit") == _toolkit(nvcc):
             raise
         return _load(build(spec, arch, before_build, unloadable=digest))
 

@@ -63,7 +63,7 @@ class Engine:
         with self.lock:
             self.doors.append(door)
             if self.settings is not None or self.retired:
-                self._refuse_again()
+                self._refuse()
                 return
             self.entries = importlib.import_module(self.series_module).SERIES
             names = frozenset(entry.name for entry in self.entries)
@@ -71,7 +71,7 @@ class Engine:
             disabled = self._why_disabled()
             if disabled is not None:
                 self.records = {name: Record(disabled) for name in names}
-                self._refuse_again()
+                self._refuse()
                 return
             for entry in self.entries:
                 self.records[entry.name] = Record(
@@ -98,7 +98,7 @@ class Engine:
             return Finding(State.DISABLED, "Python runs with -I or -E")
         return None
 
-    def _refuse_again(self) -> None:
+    def _refuse(self) -> None:
         """In strict mode every door raises, whatever was caught before, while there is trouble."""
         if self.settings is None or not self.settings.strict or self.retired:
             return
@@ -131,9 +131,11 @@ class Engine:
         for group in groups:
             self.apply_group(group, module)
 
+    def _members(self, group: str) -> list[Entry]:
+        return [entry for entry in self.entries if (entry.group or entry.name) == group]
+
     def _waits(self, group: str) -> bool:
-        states = {self.records[e.name].finding.state for e in self.entries if (e.group or e.name) == group}
-        return states == {State.WAITING}
+        return {self.records[e.name].finding.state for e in self._members(group)} == {State.WAITING}
 
     def apply_group(self, group: str, module: ModuleType) -> None:
         """Decide first (all gates of all patches of the group), then act (one ledger call)."""
@@ -153,7 +155,7 @@ class Engine:
 
     def _apply_group(self, group: str, module: ModuleType) -> Finding:
         assert self.settings is not None
-        members = [entry for entry in self.entries if (entry.group or entry.name) == group]
+        members = self._members(group)
         skipped = [entry.name for entry in members if entry.name in self.settings.skip]
         if skipped:
             return Finding(State.DISABLED, f"VLLM_SPECPATCH_SKIP names {', '.join(skipped)}")
@@ -173,18 +175,17 @@ class Engine:
     def settle_group(self, group: str, finding: Finding) -> None:
         """Writes the state after the work, says trouble once, and raises it in strict mode."""
         assert self.settings is not None
-        for entry in self.entries:
-            if (entry.group or entry.name) == group:
-                self.records[entry.name] = Record(finding)
-        asked = self.settings.mode in ("on", "strict") and finding.state is State.DISABLED
+        members = self._members(group)
+        for entry in members:
+            self.records[entry.name] = Record(finding)
+        asked = self.settings.asked and finding.state is State.DISABLED
         if finding.state.is_trouble or asked:
             self.say(logging.WARNING, f"not applied ({finding.state.value}): {finding}")
         if finding.state.is_trouble and self.settings.strict:
             # wrapt has dropped the hook that we are called from: without this, whoever catches the error and
             # imports the target again would have it unpatched.
-            targets = {e.target for e in self.entries if (e.group or e.name) == group}
-            sys.meta_path.insert(0, _Refusing(self, targets))
-            self._refuse_again()
+            sys.meta_path.insert(0, _Refusing(self, {entry.target for entry in members}))
+            self._refuse()
 
     # -- undo and report -------------------------------------------------------------------------
 
@@ -239,7 +240,7 @@ class _Refusing:
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name in self.targets:
-            self.engine._refuse_again()
+            self.engine._refuse()
 
 
 class PatchContext:
@@ -255,7 +256,7 @@ class PatchContext:
             record.decisions.append(decision)
         detail = ", ".join(f"{key} {value}" for key, value in facts.items() if value not in (None, ""))
         text = f"{self._patch} {finding.state.value}: {finding}" + (f" ({detail})" if detail else "")
-        asked = self.settings.mode in ("on", "strict") and finding.state is not State.APPLIED
+        asked = self.settings.asked and finding.state is not State.APPLIED
         self._engine.say(logging.WARNING if finding.state.is_trouble or asked else logging.INFO, text)
         if finding.state.is_trouble and self.settings.strict:
             raise Refused(f"vllm-specpatch {__version__}: {finding}")

@@ -36,6 +36,11 @@ class Settings:
         return self.mode == "strict"
 
     @property
+    def asked(self) -> bool:
+        """Whether the user said that he wants it, and so must hear where it does nothing."""
+        return self.mode in ("on", "strict")
+
+    @property
     def off(self) -> bool:
         return self.mode == "off" or self.error is not None
 

@@ -122,19 +122,15 @@ def test_strict_raises_at_the_import_of_the_target(toy):
     assert "Refused: vllm-specpatch" in done.stderr and "toy_target.core:plan" in done.stderr
 
 
-ATTEMPTS = """
+def test_strict_raises_at_every_attempt(toy):
+    """Whoever catches the first error and goes on must not get an unpatched vLLM for it."""
+    code = """
 def attempt(what):
     try:
         what()
     except Exception as e:
         return type(e).__name__
     return "served"
-"""
-
-
-def test_strict_raises_at_every_attempt(toy):
-    """Whoever catches the first error and goes on must not get an unpatched vLLM for it."""
-    code = f"""{ATTEMPTS}
 said = [attempt(step) for step in (activate, imported, imported, activate)]
 engine.deactivate()
 report(said=said, after=attempt(imported))

@@ -1,5 +1,6 @@
 """Route spec_mask before the first request: modules, workspace, and the memory that builds copy from."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -216,8 +217,6 @@ def test_a_block_table_of_another_width_gets_a_plan_of_its_own(any_route_bench, 
 
 
 def test_window_and_soft_cap_of_the_layers_reach_module_plan_and_run(any_route_bench, loaded, monkeypatch):
-    import copy
-
     import torch
 
     b = any_route_bench(k=3)
@@ -252,8 +251,6 @@ def test_a_module_that_failed_the_check_fails_it_again(loaded, monkeypatch):
 
 
 def test_the_gate_loads_the_module_of_an_fp8_cache(any_route_bench, loaded):
-    import copy
-
     b = any_route_bench(k=3, kv_cache_dtype="fp8_e5m2")
     [served] = set(loaded)
     loaded.clear()
@@ -307,11 +304,9 @@ def test_batches_left_to_vllm_wait_for_the_copies_too(any_route_bench, loaded, m
     ],
 )
 def test_what_the_planner_just_takes_is_served(any_route_bench, loaded, part, field, most):
-    from vllm_specpatch.patches import spec_mask_route as r
-
     b = any_route_bench(k=3)
     setattr(getattr(b.config, part), field, most)
-    assert r.SpecMaskRoute.prepare(b.config, b.backend, 4) is None
+    assert spec_mask_route.SpecMaskRoute.prepare(b.config, b.backend, 4) is None
 
 
 def test_a_capture_plans_once(any_route_bench, loaded, monkeypatch):

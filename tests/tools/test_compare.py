@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -60,15 +61,17 @@ def test_a_cell_that_the_first_lacks_is_compared_with_the_next(tmp_path):
     ]
 
 
-def script(name):
+def script(name, monkeypatch):
+    # e2e.py sets variables for vLLM, which are not for the tests after this one.
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     spec = importlib.util.spec_from_file_location(name, SCRIPT.with_name(f"{name}.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_where_rounding_may_part_two_runs():
-    first_difference = script("compare").first_difference
+def test_where_rounding_may_part_two_runs(monkeypatch):
+    first_difference = script("compare", monkeypatch).first_difference
     a = [[1] * 20, [2] * 20]
     b = [[1] * 15 + [9] * 5, [2] * 20]
     near, sure = [[1.0] * 15 + [0.05] * 5] * 2, [[1.0] * 15 + [0.5] * 5] * 2
@@ -112,7 +115,8 @@ def test_tokens_depend_on_attention_with_our_weights_and_not_with_vllms_dummy_on
     with torch.no_grad():
         initialize_dummy_weights(model, None)
     assert differing() == 0
-    fill_weights = script("e2e").fill_weights
+    with monkeypatch.context() as loading:
+        fill_weights = script("e2e", loading).fill_weights
     assert fill_weights(model, 1) == len(list(model.parameters()))
     assert differing() == 4
     before = [p.clone() for p in model.parameters()]
