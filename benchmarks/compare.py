@@ -3,47 +3,25 @@ first that has it), and whether tokens are equal.
 
     python benchmarks/compare.py stock.json patched.json flash_attn.json [--write results.json]
 
-Exits with 1 if tokens differ anywhere, with 2 if no two results share a cell. With ``--write`` the results
-are stored together, without the token lists but with what was compared.
+Exits with 1 if tokens differ anywhere by more than rounding (vllm_specpatch/greedy.py), from each other's or
+from what prefill makes of them, or a run ended on another route than asked, with 2 if no two results share a
+cell. With ``--write`` the results are stored together, without the token lists but with what was compared.
 """
 
 import json
 import pathlib
 import sys
 
-#: What rounding may do: two engines that add in another order differ by some units of bf16 in a logit of 4.
-NEAR = 0.1
-#: As far as requests must agree on average before they part for that. A wrong attention parts at once.
-AGREED = 8
+from vllm_specpatch import greedy
 
 
-def first_difference(a: list[list[int]], b: list[list[int]], gaps: list[list[float]] | None = None) -> str:
-    """How the token lists of two runs differ. ``gaps``: by how much each token of ``a`` was ahead of the next
-    best, in logprob; with them, requests that part where that is little only "part by rounding"."""
-    rows = [
-        (next((i for i, (x, y) in enumerate(zip(r, s, strict=True)) if x != y), -1))
-        for r, s in zip(a, b, strict=True)
+def sampled(a: list[list[int]], b: list[list[int]]) -> str:
+    """Of two cells' tokens drawn at random with a seed per request. Rounding may turn any draw."""
+    parted = [
+        next((i for i, (x, y) in enumerate(zip(r, s, strict=True)) if x != y), None) for r, s in zip(a, b)
     ]
-    differing = [i for i in rows if i >= 0]
-    if not differing:
-        return "equal"
-    if gaps is not None:
-        widest = max(gaps[row][i] for row, i in enumerate(rows) if i >= 0)
-        agreed = sum(i if i >= 0 else len(r) for i, r in zip(rows, a, strict=True)) / len(rows)
-        if widest <= NEAR and agreed >= min(AGREED, len(a[0]) / 2):
-            return f"{len(differing)}/{len(rows)} part by rounding (at most {widest:.3f}), after {agreed:.0f}"
-    return f"{len(differing)}/{len(rows)} differ from token {min(differing)}"
-
-
-def sampled(a: dict, b: dict) -> str:
-    """Of two cells: whether sampled tokens are equal, and how far logprobs of equal greedy tokens differ."""
-    largest = 0.0
-    for rows in zip(a["greedy"], b["greedy"], a["logprobs"], b["logprobs"], strict=True):
-        for x, y, p, q in zip(*rows, strict=True):
-            if x != y:
-                break
-            largest = max(largest, abs(p - q))
-    return f"sampled {first_difference(a['sampled'], b['sampled'])}, logprobs within {largest:.4f}"
+    at = [i for i in parted if i is not None]
+    return f"{len(at)}/{len(parted)} part, the first at {min(at)}" if at else "equal"
 
 
 def main() -> int:
@@ -55,11 +33,15 @@ def main() -> int:
         del arguments[at : at + 2]
     results = [json.loads(pathlib.Path(path).read_text()) for path in arguments]
     base = results[0]
+    otherwise = 0
     for r in results:
         print(
             f"{r['name']:24} {r['backend']:10} {r['cudagraph_mode']:18} v2={int(r['v2_runner'])} "
             f"graphs={r['graphs']} init={r['init_s']}s {'; '.join(r['specpatch_log'])[:160]}"
         )
+        if r.get("otherwise"):
+            otherwise += 1
+            print(f"{'':24} {r['otherwise']}")
         for line in r["downgrade"]:
             print(f"{'':24} {line[:130]}")
     print()
@@ -70,31 +52,33 @@ def main() -> int:
         first = having[0]
         for r in having:
             c, reference = r["cells"][cell], first["cells"][cell]
-            same = first_difference(first["tokens"][cell], r["tokens"][cell], first.get("gaps", {}).get(cell))
+            found = greedy.difference(first["tokens"][cell], r["tokens"][cell])
+            same = str(found)
             c |= {
                 "ratio_to_first": round(c["ms_per_step"] / reference["ms_per_step"], 3),
                 "tokens_vs_first": same,
             }
-            differing += " differ " in same
+            prefill = c.get("by_prefill", {"verdict": "not asked"})
+            differing += "differ" in (found.verdict, prefill["verdict"])
             if first is not base:  # it was stopped before this cell
                 c["first"] = first["name"]
             print(
                 f"{cell:14} {r['name']:24} {c['ms_per_step']:8.3f} ms (spread {c['spread_ms']:.2f}) "
                 f"x{c['ms_per_step'] / reference['ms_per_step']:.3f}  tokens {same}"
             )
+            if "text" in prefill:
+                print(f"{'':14} {r['name']:24} {prefill['text']}")
             if "sampled" in c and "sampled" in reference:
-                c["sampled_vs_first"] = sampled(reference, c)
-                print(f"{'':14} {r['name']:24} {c['sampled_vs_first']}")
+                c["sampled_vs_first"] = sampled(reference["sampled"], c["sampled"])
+                print(f"{'':14} {r['name']:24} sampled tokens: {c['sampled_vs_first']}")
     if target:
         for r in results:
             r.pop("tokens")
-            r.pop("gaps", None)
             for cell in r["cells"].values():
-                for lists in ("sampled", "greedy", "logprobs"):
-                    cell.pop(lists, None)
+                cell.pop("sampled", None)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps({"compared_with": base["name"], "results": results}, indent=1) + "\n")
-    return 1 if differing else 0 if shared else 2
+    return 1 if differing or otherwise else 0 if shared else 2
 
 
 if __name__ == "__main__":

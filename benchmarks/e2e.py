@@ -9,16 +9,19 @@ one machine and print the ratios with benchmarks/compare.py: absolute times diff
 
 Keys: k (draft tokens, 7; 0 = none), bs, ctx, out (tokens per request), layers, repeats, fa (2 or 3), kv
 (auto, fp8, fp8_e5m2), accept (tokens a step by vLLM's synthetic acceptance; EAGLE), async (0 or 1), cg
-(capture sizes), eager=1, gpu_gib (KV cache size), method (eagle, ngram, dflash), json (result file), skip
-(cells to leave out, as 32x32768: batch x context), profile (cells to trace with torch's profiler after all
-timings, as 1x1024), weights (dummy: vLLM's, with which attention changes no token), tp and pp (GPUs), lora
-(rank of an adapter with random weights), sample=1 (sampled tokens and logprobs too), turns (FOLDER:N, see
-Turns; as: this process's name there), native33=1 (act as below sm_90: vLLM 0.33's own multi-token FA2
-decode). With fp8 KV, queries stay bf16 (as on sm_8x, where FA2 takes no fp8 queries).
+(capture sizes), eager=1, gpu_gib (KV cache size), method (eagle, ngram, dflash, own), json (result file),
+skip (cells to leave out, as 32x32768: batch x context), profile (cells to trace with torch's profiler after
+all timings, as 1x1024), weights (dummy: vLLM's, with which attention changes no token), tp and pp (GPUs),
+lora (rank of an adapter with random weights), sample=1 (sampled tokens too), prefix=1 (prefix caching: a
+cell's prompts are prefilled once), turns (FOLDER:N, see Turns; as: this process's name there), native33=1
+(act as below sm_90: vLLM 0.33's own multi-token FA2 decode), wrong=N (our planner sees N tokens too few: a
+comparison must tell). method=own: the drafter is the target's model with its weights. With fp8 KV, queries
+stay bf16 (as on sm_8x, where FA2 takes no fp8 queries).
 """
 
 import contextlib
 import cProfile
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -31,7 +34,6 @@ import signal
 import sys
 import time
 import warnings
-import zlib
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -55,40 +57,6 @@ MODEL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-
-
-def fill_weights(model, seed: int) -> int:
-    """Gives a model random weights with which its tokens depend on attention; returns how many were set.
-
-    In place, so that captured graphs see them. vLLM's dummy weights are uniform up to 0.001
-    (model_loader/weight_utils.py, initialize_dummy_weights), norms included: attention's output is then 1e-5
-    of the embedding that it is added to and is rounded away, whatever it is. Here norms are 1, embeddings are
-    N(0, 1) and matrices N(0, 1 / inputs), as at the start of a training. A parameter's values depend on its
-    name and the seed only.
-    """
-    import torch
-
-    done = set()
-    for name, weight in model.named_parameters():
-        if weight.data_ptr() in done or not weight.is_floating_point():
-            continue
-        done.add(weight.data_ptr())  # a drafter may share the target's embedding
-        if weight.dim() == 1:
-            weight.data.fill_(0.0 if name.endswith("bias") else 1.0)
-            continue
-        scale = 1.0 if "embed" in name else weight.shape[-1] ** -0.5
-        source = torch.Generator(weight.device).manual_seed(seed ^ zlib.crc32(name.encode()))
-        for rows in weight.data.split(4096):  # fp32 of a whole embedding would take half a GiB
-            rows.copy_(torch.randn(rows.shape, generator=source, device=weight.device) * scale)
-    return len(done)
-
-
-def fill_models(worker) -> int:
-    """Target and drafter of one worker; the drafter first, since it may share weights with the target."""
-    runner = getattr(worker, "worker", worker).model_runner
-    drafter = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
-    models = [getattr(drafter, "model", None), getattr(runner, "model", None)]
-    return sum(fill_weights(m, 1 + i) for i, m in enumerate(models) if hasattr(m, "named_parameters"))
 
 
 class Messages(logging.Handler):
@@ -153,22 +121,57 @@ def drawn(llm, prompts: list, tokens: int, lora) -> list[list[int]]:
     return [list(o.outputs[0].token_ids) for o in outputs]
 
 
-def judged(llm, prompts: list, tokens: int, lora) -> tuple[list, list, list]:
-    """Greedy tokens of each request, their logprobs, and by how much each was ahead of the next best: two
-    engines that round differently may part where that is little."""
+def judged(llm, prompts: list, tokens: int, lora) -> tuple[dict, int]:
+    """Greedy tokens with their logprobs and how sure each was, and the engine steps that they took."""
     from vllm import SamplingParams
 
-    greedy = SamplingParams(
+    from vllm_specpatch import greedy
+
+    sampling = SamplingParams(
         temperature=0, logprobs=2, max_tokens=2 + tokens, ignore_eos=True, detokenize=False
     )
-    outputs = [o.outputs[0] for o in llm.generate(prompts, greedy, use_tqdm=False, lora_request=lora)]
-    ids = [list(o.token_ids) for o in outputs]
-    logprobs = [
-        [round(at[token].logprob, 5) for token, at in zip(o.token_ids, o.logprobs, strict=True)]
-        for o in outputs
+    engine, steps = llm.llm_engine, 0
+    step = engine.step
+
+    def counted(*args, **kwargs):
+        nonlocal steps
+        steps += 1
+        return step(*args, **kwargs)
+
+    engine.step = counted
+    try:
+        outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
+    finally:
+        del engine.step
+    return greedy.said([o.outputs[0] for o in outputs]), steps
+
+
+def rescored(llm, prompts: list, said: dict, lora) -> dict:
+    """What prefill makes of the tokens that decoding said."""
+    from vllm import SamplingParams
+
+    from vllm_specpatch import greedy
+
+    once = SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=1, ignore_eos=True, detokenize=False)
+    again = [
+        {"prompt_token_ids": [*prompt["prompt_token_ids"], *ids]}
+        for prompt, ids in zip(prompts, said["ids"], strict=True)
     ]
-    best = [[sorted((p.logprob for p in at.values()), reverse=True) for at in o.logprobs] for o in outputs]
-    return ids, logprobs, [[round(at[0] - at[1], 4) for at in row] for row in best]
+    outputs = llm.generate(again, once, use_tqdm=False, lora_request=lora)
+    found = greedy.consistency(said, outputs)
+    return {"verdict": found.verdict, "text": str(found), **dataclasses.asdict(found)}
+
+
+def plan_short(tokens: int) -> None:
+    """Has our planner see ``tokens`` fewer KV tokens than there are: what a comparison must find."""
+    from vllm_specpatch.kernels import spec_mask
+
+    update = spec_mask.Plan.update
+
+    def wrong(self, seq_lens, *args, **kwargs):
+        return update(self, (seq_lens - tokens).clamp(min=0), *args, **kwargs)
+
+    spec_mask.Plan.update = wrong
 
 
 def make_llm(backend: str, options: dict, contexts: list[int], batches: list[int], out: int, **others):
@@ -188,7 +191,7 @@ def make_llm(backend: str, options: dict, contexts: list[int], batches: list[int
         "dtype": "bfloat16",
         "max_model_len": max(contexts) + out + 64,
         "gpu_memory_utilization": float(options.get("mem", 0.6)),
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": options.get("prefix") == "1",
         "attention_config": attention,
         "max_num_seqs": max(*batches, 8),
         "seed": 0,
@@ -201,10 +204,11 @@ def make_llm(backend: str, options: dict, contexts: list[int], batches: list[int
     if "gpu_gib" in options:  # a fixed KV cache, so that several processes can share the GPU
         arguments["kv_cache_memory_bytes"] = int(float(options["gpu_gib"]) * 2**30)
     method = options.get("method", "eagle")
-    if k and method in ("eagle", "dflash"):
+    if k and method in ("eagle", "dflash", "own"):
+        drafters = {"eagle": ("draft1", 1), "own": (f"target{layers}", layers)}
         arguments["speculative_config"] = {
-            "method": method,
-            "model": write_model("draft1", 1) if method == "eagle" else write_dflash(layers),
+            "method": "draft_model" if method == "own" else method,
+            "model": write_model(*drafters[method]) if method in drafters else write_dflash(layers),
             "num_speculative_tokens": k,
         }
         if method == "dflash":  # such a drafter chooses its backend for itself otherwise
@@ -365,6 +369,8 @@ class BuildTimes:
         ]
 
 
+#: Prompt tokens of a cell whose tokens are given to prefill again: vLLM makes logprobs of all of them.
+RESCORED = 1 << 14
 #: Host calls that wait for the GPU.
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "aten::item")
 
@@ -429,6 +435,20 @@ def profile(generate, steps: int, times: BuildTimes) -> dict:
     }
 
 
+def ended_otherwise(backend: str, options: dict, status: dict) -> str | None:
+    """Why this run is not of the route that was asked for, in a line; None if it is, or other processes have
+    the engine."""
+    if backend != "FLASHINFER" or int(options.get("tp", 1)) * int(options.get("pp", 1)) > 1:
+        return None
+    off = os.environ.get("VLLM_SPECPATCH") == "0"
+    wanted = "stock" if off else os.environ.get("VLLM_SPECPATCH_ROUTE", "auto")
+    decisions = [d for p in status["patches"].values() for d in p["decisions"] if d["state"] == "applied"]
+    routes = sorted({d["route"] for d in decisions if d.get("route")}) or ["stock"]
+    if routes == [wanted] or (wanted == "auto" and routes != ["stock"]):
+        return None
+    return f"wanted the route {wanted}, found {', '.join(routes)}"
+
+
 class Stopped(BaseException):
     """SIGTERM, as from timeout(1): what has been measured is still written. vLLM would catch an Exception."""
 
@@ -437,8 +457,8 @@ def stop(*_) -> None:
     raise Stopped
 
 
-def measure(llm, lora, turn, options: dict, cells: dict, tokens: dict, gaps: dict) -> None:
-    """Fills ``cells``, the token lists and how sure they were, cell by cell, then what is traced."""
+def measure(llm, lora, turn, options: dict, cells: dict, tokens: dict) -> None:
+    """Fills ``cells`` and what was said in them, cell by cell, then what is traced."""
     from vllm import SamplingParams
 
     contexts, batches = sizes(options)
@@ -467,18 +487,26 @@ def measure(llm, lora, turn, options: dict, cells: dict, tokens: dict, gaps: dic
                 generate(8)
                 short = [generate(2) for _ in range(repeats)]
                 long = [generate(2 + out) for _ in range(repeats)]
-                ids, logprobs, gaps[cell] = judged(llm, prompts, out, lora)
+                tokens[cell], steps = judged(llm, prompts, out, lora)
+                rescore = None
+                if batch * context <= RESCORED:
+                    try:
+                        rescore = rescored(llm, prompts, tokens[cell], lora)
+                    except Exception as e:  # the timings above must not be lost with it
+                        rescore = {"verdict": "failed", "text": f"prefill was not asked: {e!r}"}
             cells[cell] = {
                 "ms_per_step": round((min(long) - min(short)) / out * 1e3, 3),
                 "spread_ms": round((max(long) - min(long)) / out * 1e3, 3),
-                "tokens_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16],
+                "tokens_sha256": hashlib.sha256(json.dumps(tokens[cell]["ids"]).encode()).hexdigest()[:16],
                 "last_drafts": last_drafts(llm, batch),
+                "steps": steps,
             }
-            tokens[cell] = ids
+            if rescore is not None:
+                cells[cell]["by_prefill"] = rescore
             if "sample" in options:
                 with turn():
                     random_ids = drawn(llm, prompts, out, lora)
-                cells[cell] |= {"sampled": random_ids, "greedy": ids, "logprobs": logprobs}
+                cells[cell]["sampled"] = random_ids
             if f"{batch}x{context}" in traced:
                 later.append((cell, generate))
     # After all timings: where torch's profiler has been, graphs are launched more slowly (stock, batch 1
@@ -506,10 +534,17 @@ def main() -> None:
 
     messages = Messages()
     logging.getLogger("vllm").addHandler(messages)
+    if "wrong" in options:
+        plan_short(int(options["wrong"]))
     started = time.time()
     llm = make_llm(backend, options, *sizes(options), int(options.get("out", 64)))
     init_s = time.time() - started
-    filled = None if options.get("weights") == "dummy" else llm.llm_engine.collective_rpc(fill_models)
+    filled = None
+    if options.get("weights") != "dummy":
+        from vllm_specpatch import random_weights
+
+        same = options.get("method") == "own"
+        filled = llm.llm_engine.collective_rpc(random_weights.fill_models, args=(same,))
     lora = None
     if "lora" in options:
         from vllm.lora.request import LoRARequest
@@ -519,11 +554,11 @@ def main() -> None:
     turn = contextlib.nullcontext
     if "turns" in options:
         turn = Turns(options["turns"], options.get("as", name)).mine
-    cells, tokens, gaps = {}, {}, {}
+    cells, tokens = {}, {}
     signal.signal(signal.SIGTERM, stop)
     stopped = False
     try:
-        measure(llm, lora, turn, options, cells, tokens, gaps)
+        measure(llm, lora, turn, options, cells, tokens)
     except Stopped:
         stopped = True
     config = llm.llm_engine.vllm_config
@@ -531,12 +566,9 @@ def main() -> None:
         graphs = captured_graphs(llm)
     except AttributeError as e:  # another runner layout: do not lose the timings for it
         graphs = {"unknown": str(e)}
-    try:
-        import vllm_specpatch
+    import vllm_specpatch
 
-        status = vllm_specpatch.status()
-    except ImportError:
-        status = None
+    status = vllm_specpatch.status()
     result = {
         "name": name,
         "backend": backend,
@@ -550,9 +582,8 @@ def main() -> None:
         "graphs": graphs,
         "downgrade": [line for line in messages.lines if "not supported with spec-decode" in line][:1],
         "specpatch_log": [line for line in messages.lines if line.startswith("vllm-specpatch")],
-        "specpatch": None
-        if status is None
-        else {n: p["decisions"][-1:] or p["state"] for n, p in status["patches"].items()},
+        "specpatch": {n: p["decisions"][-1:] or p["state"] for n, p in status["patches"].items()},
+        "otherwise": ended_otherwise(backend, options, status),
         "init_s": round(init_s, 1),
         "weights": "dummy" if filled is None else f"random, {filled} parameters",
         "cells": cells,
@@ -565,7 +596,7 @@ def main() -> None:
     if "json" in options:
         path = pathlib.Path(options["json"])
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({**result, "tokens": tokens, "gaps": gaps}))
+        path.write_text(json.dumps({**result, "tokens": tokens}))
     print("RESULT " + json.dumps(result), flush=True)
 
 

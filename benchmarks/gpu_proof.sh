@@ -102,7 +102,7 @@ tokens)
         shift 2
         [ "$name" = v1 ] && export VLLM_USE_V2_MODEL_RUNNER=0
         use_route "$route"
-        run "$name-$route" FLASHINFER "$@" $small
+        run "$name-$route" FLASHINFER $small "$@"
     }
     for job in "${jobs[@]}"; do
         # shellcheck disable=SC2086  # the job is a list of words

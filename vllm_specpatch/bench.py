@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import __version__, bench_probe, bench_run, chart
+from . import __version__, bench_probe, bench_run, chart, greedy
 from .exit_codes import CANNOT_TELL, GOOD, WRONG
 
 WIDTH = 110
@@ -172,9 +172,12 @@ def request(
     profile: bool,
     text: str | None = None,
     seed: int = 0,
+    random_weights: bool = False,
+    by_prefill: bool = False,
 ) -> dict[str, Any]:
     """What a child is asked. ``engine``: arguments of ``vllm.LLM``; the ones the measurement needs are added
-    unless they are given."""
+    unless they are given. ``random_weights``: of our own dummy model, see :mod:`.random_weights`.
+    ``by_prefill``: also whether prefill agrees with what was decoded (logprobs of whole prompts: memory)."""
     speculative = engine.get("speculative_config") or {}
     k = int(speculative.get("num_speculative_tokens") or 0)
     # The generation that is profiled must be long enough even if every draft is accepted.
@@ -203,6 +206,8 @@ def request(
         "profile_tokens": profile_tokens,
         "text": text,
         "seed": seed,
+        "random_weights": random_weights,
+        "by_prefill": by_prefill,
     }
 
 
@@ -316,25 +321,17 @@ def kill(child: subprocess.Popen[str]) -> None:
 # -- what is answered ----------------------------------------------------------------------------------
 
 
-def first_difference(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> str:
-    """ "equal", or how many requests differ and from which token on."""
-    at = [
-        next((i for i, (x, y) in enumerate(zip(ours, theirs)) if x != y), min(len(ours), len(theirs)))
-        for ours, theirs in zip(a, b, strict=True)
-        if list(ours) != list(theirs)
-    ]
-    return f"{len(at)}/{len(a)} differ, at {min(at)}" if at else "equal"
-
-
 def compare(results: Sequence[dict[str, Any]]) -> None:
     """Adds to every cell how it stands to the first result's: ``ratio`` (below 1 is faster), ``noise`` (True
-    if the difference is within the runs' spread) and ``tokens_vs_first``. Takes the token lists out."""
+    if the difference is within the runs' spread), ``tokens_verdict`` (equal, rounding or differ) and
+    ``tokens_vs_first``, a line. Takes the token lists out."""
     first = results[0]
     lists = [result.pop("tokens") for result in results]
     for result, tokens in zip(results, lists):
         for name, cell in result["cells"].items():
             base = first["cells"][name]
-            cell["tokens_vs_first"] = first_difference(lists[0][name], tokens[name])
+            found = greedy.difference(lists[0][name], tokens[name])
+            cell["tokens_verdict"], cell["tokens_vs_first"] = found.verdict, str(found)
             if "ms_per_step" in cell and "ms_per_step" in base:
                 cell["ratio"] = round(cell["ms_per_step"] / base["ms_per_step"], 3)
                 spread = max(cell["spread_ms"], base["spread_ms"])
@@ -385,9 +382,14 @@ def render(results: Sequence[Mapping[str, Any]], repeats: int) -> str:
                 f"{name:13}{cell['ms_per_step']:9.3f}{cell['spread_ms']:8.3f}{ratio:>9}"
                 f"{cell['tokens_per_s']:10.0f}"
                 f"{cell['tokens_per_step']:9.2f}{text_of(cell.get('host_us_per_build'), '.0f'):>9}{idle:>9}"
-                f"  {drafter_of(cell):16}{cell.get('tokens_vs_first', '-')}"
+                f"  {drafter_of(cell):16}{cell.get('tokens_verdict', '-')}"
             )
             notes = [cell.get("note"), cell.get("profiler_error")]
+            notes += (
+                [f"tokens: {cell['tokens_vs_first']}"]
+                if cell.get("tokens_verdict", "equal") != "equal"
+                else []
+            )
             notes += [] if cell["repeatable"] else ["greedy tokens differed between its own runs"]
             lines += [f"{'':13}{note}" for note in notes if note]
     lines.append("")
@@ -397,9 +399,9 @@ def render(results: Sequence[Mapping[str, Any]], repeats: int) -> str:
         "host time of one attention metadata build, waiting for the GPU included. GPU idle: share of a "
         "decode "
         "window without a kernel, with the profiler on. drafter: where most of its kernels came from (graph "
-        "launches + single kernel launches per step). tokens: greedy, against the first variant: equal, or "
-        "how many "
-        "requests differ and at which token the first of them does.",
+        "launches + single kernel launches per step). tokens: greedy, against the first variant: equal, "
+        "rounding (they part where two tokens are nearly as good, with logprobs near each other until then), "
+        "or they differ.",
         WIDTH,
     )
     return "\n".join(lines)
@@ -477,6 +479,7 @@ def plan(arguments: argparse.Namespace, folder: Path) -> list[tuple[Variant, dic
                     profile=not arguments.no_profile,
                     text=text,
                     seed=arguments.seed,
+                    random_weights=arguments.model == DUMMY,
                 ),
             )
         )

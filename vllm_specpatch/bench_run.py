@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from . import bench_probe
+from . import bench_probe, greedy, random_weights
 
 #: Tokens of the short generation, whose time is prefill and start-up.
 SHORT = 2
@@ -193,28 +193,51 @@ class Bench:
         answers: list[Any] = self.llm.llm_engine.collective_rpc(function, args=args)
         return answers
 
-    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, Any]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], tokens: int, logprobs: int | None = None
+    ) -> dict[str, Any]:
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
+        )
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         started = time.perf_counter()
         outputs = self.llm.generate(asked, sampling, use_tqdm=False)
         seconds = time.perf_counter() - started
         ids = [list(output.outputs[0].token_ids) for output in outputs]
         steps = self.rpc(bench_probe.take_steps)[0]
-        return {"seconds": seconds, "steps": steps, "tokens": sum(map(len, ids)), "ids": ids}
+        result = {"seconds": seconds, "steps": steps, "tokens": sum(map(len, ids)), "ids": ids}
+        if logprobs is not None:
+            result["said"] = greedy.said([output.outputs[0] for output in outputs])
+        return result
 
-    def cell(self, prompts: Sequence[Sequence[int]]) -> tuple[dict[str, Any], list[list[int]]]:
+    def by_prefill(self, prompts: Sequence[Sequence[int]], said: Mapping[str, Any]) -> dict[str, Any]:
+        """What prefill makes of the tokens that decoding said (:func:`.greedy.consistency`)."""
+        from vllm import SamplingParams
+
+        once = SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=1, detokenize=False)
+        asked = [
+            {"prompt_token_ids": [*prompt, *ids]} for prompt, ids in zip(prompts, said["ids"], strict=True)
+        ]
+        found = greedy.consistency(said, self.llm.generate(asked, once, use_tqdm=False))
+        self.rpc(bench_probe.take_steps)
+        return {"verdict": found.verdict, "text": str(found)}
+
+    def cell(self, prompts: Sequence[Sequence[int]]) -> tuple[dict[str, Any], dict[str, Any]]:
         request, batch = self.request, len(prompts)
         k, out, repeats = request["k"], request["out"], request["repeats"]
         self.generate(prompts, WARM_UP)
         short = [self.generate(prompts, SHORT) for _ in range(repeats)]
         long = [self.generate(prompts, SHORT + out) for _ in range(repeats)]
         numbers = cell_numbers(short, long, batch, k)
-        ids: list[list[int]] = long[-1]["ids"]
+        # Not timed: logprobs cost time.
+        said: dict[str, Any] = self.generate(prompts, SHORT + out, logprobs=2)["said"]
+        ids = said["ids"]
         numbers["tokens_sha256"] = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
         numbers["repeatable"] = all(run["ids"] == ids for run in long)
+        if request["by_prefill"]:
+            numbers["by_prefill"] = self.by_prefill(prompts, said)
         if request["profile"]:
             self.rpc(bench_probe.arm, batch)
             per_step = numbers.get("tokens_per_step", 1.0)
@@ -223,7 +246,7 @@ class Bench:
             wanted = math.ceil(bench_probe.steps_needed() * max(per_step, 1.0) * 1.25)
             self.generate(prompts, min(SHORT + wanted, request["profile_tokens"]))
             numbers |= window_numbers(self.rpc(bench_probe.take_windows)[0])
-        return numbers, ids
+        return numbers, said
 
 
 def measure(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,6 +294,8 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
     otherwise = ended_otherwise(request, ranks, mode_name)
     if otherwise is not None:
         return {**result, "otherwise": otherwise}
+    if request["random_weights"]:
+        bench.rpc(random_weights.fill_models)
     bench.rpc(bench_probe.watch, request["k"])
     text = None
     if request["text"]:

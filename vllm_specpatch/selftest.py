@@ -2,8 +2,8 @@
 
 Without ``--gpu``: the planner of the kernels against random batches, what the patches decide for a GPU model,
 and the prebuilt modules. With ``--gpu`` also: attention of each route against fp64 at the user's geometry,
-needles in a long context, and greedy tokens of a tiny dummy model, patched against stock. Everything that
-touches vLLM or a GPU runs in a process of its own.
+needles in a long context, and greedy tokens of a tiny model of random weights, patched against stock.
+Everything that touches vLLM or a GPU runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import __version__, bench, doctor, gate, predict, selftest_gpu, selftest_planner
+from . import __version__, bench, doctor, gate, greedy, predict, selftest_gpu, selftest_planner
 from .exit_codes import CANNOT_TELL, GOOD, WRONG
 from .hooks import SERIES_MODULE
 from .selftest_gpu import Geometry
@@ -49,8 +49,7 @@ KV_DTYPES = {
     "bfloat16": "bfloat16",
     "float16": "float16",
 }
-#: The dummy model of the token comparison. vLLM's dummy weights are so small that attention changes no token:
-#: it shows that both engines serve, and nothing about a kernel.
+#: The dummy model of the token comparison, with weights of ours (random_weights.py).
 TINY = {"hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 8192}
 TINY_LAYERS = 4
 TOKEN_CELLS: dict[str, Any] = {
@@ -279,7 +278,7 @@ def token_requests(
     engine = bench.dummy_engine(folder / "models", k, TOKEN_CELLS["batches"], TINY_LAYERS, **TINY, **shape)
     engine |= {
         "kv_cache_memory_bytes": 1 << 30,
-        "gpu_memory_utilization": 0.5,
+        "gpu_memory_utilization": 0.3,
         "kv_cache_dtype": kv_cache_dtype,
     }
     if geometry.kv_dtype.startswith("float8"):
@@ -288,7 +287,7 @@ def token_requests(
         engine["attention_config"] = {"disable_flashinfer_q_quantization": True}
     patched = bench.VARIANTS["patched" if route == "auto" else route]
     return [
-        (variant, bench.request(variant, engine, **TOKEN_CELLS))
+        (variant, bench.request(variant, engine, random_weights=True, by_prefill=True, **TOKEN_CELLS))
         for variant in (bench.VARIANTS["stock"], patched)
     ]
 
@@ -323,18 +322,21 @@ def check_tokens(geometry: Geometry, route: str, kv_cache_dtype: str, say: Calla
 def judge_tokens(answers: Sequence[Mapping[str, Any]]) -> str:
     """The verdict on stock's and patched's answers. Raises :class:`Fail`."""
     stock, patched = answers
-    differing = {}
-    for cell, tokens in stock["tokens"].items():
-        found = bench.first_difference(tokens, patched["tokens"][cell])
-        if found != "equal":
-            differing[cell] = found
+    found = {cell: greedy.difference(said, patched["tokens"][cell]) for cell, said in stock["tokens"].items()}
+    differing = [f"{cell}: {one}" for cell, one in found.items() if one.verdict == "differ"]
+    differing += [
+        f"{cell}: {name}'s {one['by_prefill']['text']}"
+        for name, answer in (("patched", patched), ("stock", stock))
+        for cell, one in answer["cells"].items()
+        if one["by_prefill"]["verdict"] == "differ"
+    ]
     if differing:
-        raise Fail("; ".join(f"{cell}: {found}" for cell, found in differing.items()))
-    number = sum(len(ids) for tokens in stock["tokens"].values() for ids in tokens)
+        raise Fail("; ".join(differing))
+    parting = [f"{cell}: {one}" for cell, one in found.items() if one.verdict != "equal"]
+    number = sum(len(ids) for said in stock["tokens"].values() for ids in said["ids"])
     return (
-        f"{number} greedy tokens equal; stock {stock['cudagraph_mode']}, patched "
-        f"{patched['cudagraph_mode']} by route "
-        f"{patched['route']}"
+        f"{number} greedy tokens {'; '.join(parting) or 'equal'}, and prefill agrees with them; "
+        f"stock {stock['cudagraph_mode']}, patched {patched['cudagraph_mode']} by route {patched['route']}"
     )
 
 

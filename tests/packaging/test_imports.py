@@ -11,7 +11,8 @@ ALLOWED = {
     "vllm_specpatch": {
         "vllm_specpatch." + m
         for m in "bench bench_probe bench_run bootstrap chart checklog cli doctor errors exit_codes "
-        "fingerprint gate hooks ledger patch predict selftest selftest_gpu selftest_planner settings".split()
+        "fingerprint gate greedy hooks ledger patch predict random_weights selftest selftest_gpu "
+        "selftest_planner settings".split()
     }
     | {"vllm_specpatch"},
     # Data, verdicts and exceptions of the engine; never hooks or the ledger.

@@ -205,9 +205,22 @@ class Runner:
 Runner.__module__ = "vllm.v1.worker.gpu.model_runner"
 
 
+#: Prompts that prefill was asked about, batch by batch.
+scored = []
+
+
 class Output:
-    def __init__(self, ids):
-        self.outputs = [types.SimpleNamespace(token_ids=ids)]
+    def __init__(self, ids, logprobs):
+        at = [{i: types.SimpleNamespace(logprob=-1.0), 99: types.SimpleNamespace(logprob=-3.0)} for i in ids]
+        self.outputs = [types.SimpleNamespace(token_ids=ids, logprobs=at if logprobs else None)]
+
+
+class Scored(Output):
+    """Of a prompt whose tokens prefill finds less likely than decoding did, by half a nat."""
+
+    def __init__(self, prompt):
+        super().__init__([0], None)
+        self.prompt_logprobs = [None, *({i: types.SimpleNamespace(logprob=-1.5)} for i in prompt[1:])]
 
 
 class FakeLLM:
@@ -235,6 +248,9 @@ class FakeLLM:
         self.worker.model_runner.execute_model(output, None)
 
     def generate(self, prompts, sampling, use_tqdm):
+        if getattr(sampling, "prompt_logprobs", None):
+            scored.append([prompt["prompt_token_ids"] for prompt in prompts])
+            return [Scored(prompt["prompt_token_ids"]) for prompt in prompts]
         made = dict.fromkeys(range(len(prompts)), 0)
         for i, prompt in enumerate(prompts):
             self.step({i: len(prompt["prompt_token_ids"])}, fresh=[i])
@@ -245,7 +261,9 @@ class FakeLLM:
             for i in left:
                 made[i] = min(made[i] + self.accepted, sampling.max_tokens)
         return [
-            Output([(sum(p["prompt_token_ids"]) + n) % 97 for n in range(sampling.max_tokens)])
+            Output(
+                [(sum(p["prompt_token_ids"]) + n) % 97 for n in range(sampling.max_tokens)], sampling.logprobs
+            )
             for p in prompts
         ]
 
@@ -301,12 +319,41 @@ def test_a_child_measures_what_happened(fake_vllm, tmp_path, capsys):
         assert cell["tokens_per_step"] == 2 and cell["acceptance"] == 0.1429
         assert 2 <= cell["ms_per_step"] < 20  # two builds of a millisecond
         assert cell["builds_per_step"] == 2 and 1000 <= cell["host_us_per_build"] < 5000
-        assert cell["repeatable"] and len(result["tokens"][name][0]) == 42
+        assert cell["repeatable"] and len(result["tokens"][name]["ids"][0]) == 42
+        assert result["tokens"][name]["gaps"][0][0] == 2.0
         assert "profiler_error" not in cell
         # No GPU here, so the drafter launched nothing; that it ran was seen.
         assert cell["drafter"]["ran"] == "host"
     progress = [line for line in capsys.readouterr().out.splitlines() if line.startswith("PROGRESS ")]
     assert len(progress) == 3
+
+
+def test_the_dummy_model_gets_weights_before_anything_is_timed(fake_vllm, tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    filled = []
+    monkeypatch.setattr(Runner, "model", torch.nn.Linear(2, 2), raising=False)
+    generate = FakeLLM.generate
+
+    def timed(self, *args, **kwargs):
+        filled.append(Runner.model.bias.detach().abs().sum().item())
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(FakeLLM, "generate", timed)
+    bench_run.measure(asked_for(tmp_path, profile=False))
+    assert set(filled) == {0.0}
+    torch.nn.init.ones_(Runner.model.bias)
+    bench_run.measure(asked_for(tmp_path, profile=False, random_weights=False))
+    assert filled[-1] == 2.0, "a real model's weights were touched"
+
+
+def test_prefill_is_asked_about_the_tokens_that_were_decoded(fake_vllm, tmp_path, monkeypatch):
+    scored.clear()
+    result = bench_run.measure(asked_for(tmp_path, profile=False, by_prefill=True))
+    found = result["cells"]["ctx20_bs3"]["by_prefill"]
+    assert found["verdict"] == "differ" and "logprobs 0.5000 apart" in found["text"]
+    tokens = result["tokens"]["ctx20_bs3"]["ids"]
+    assert [[len(prompt) for prompt in batch] for batch in scored] == [[62], [62] * 3]
+    assert [prompt[20:] for prompt in scored[1]] == tokens
 
 
 def test_the_probe_leaves_nothing_behind(fake_vllm, tmp_path):
@@ -593,8 +640,13 @@ def result(name, ms, tokens, route="stock", spread=0.1, **cell):
         "cudagraph_mode": "FULL",
         "graphs": {"target": 3},
         "cells": {"ctx1024_bs8": numbers},
-        "tokens": {"ctx1024_bs8": tokens},
+        "tokens": {"ctx1024_bs8": said(tokens)},
     }
+
+
+def said(tokens):
+    rows = [[1.0] * len(row) for row in tokens]
+    return {"ids": tokens, "logprobs": rows, "gaps": rows}
 
 
 def test_ratios_noise_and_tokens():
@@ -607,7 +659,12 @@ def test_ratios_noise_and_tokens():
     cells = [one["cells"]["ctx1024_bs8"] for one in results]
     assert [cell["ratio"] for cell in cells] == [1.0, 0.5, 1.005]
     assert [cell["noise"] for cell in cells] == [True, False, True]
-    assert [c["tokens_vs_first"] for c in cells] == ["equal", "1/2 differ, at 1", "equal"]
+    assert [c["tokens_vs_first"] for c in cells] == [
+        "equal",
+        "1/2 differ from token 1; logprobs 0.0000 apart, at most 0.000",
+        "equal",
+    ]
+    assert [c["tokens_verdict"] for c in cells] == ["equal", "differ", "equal"]
     text = bench.render(results, 3)
     assert "0.500 " in text and "1.005~" in text and "graph (7+3)" in text and "25%" in text
     assert all(len(line) <= 115 for line in text.splitlines())

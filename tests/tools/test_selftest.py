@@ -296,22 +296,34 @@ def test_what_the_token_comparison_asks(tmp_path):
     (stock, first), (patched, second) = selftest.token_requests(fp8, "auto", "fp8", tmp_path)
     assert (stock.name, patched.name) == ("stock", "patched")
     assert first["engine"] == second["engine"] and first["k"] == 3
+    assert first["random_weights"] and second["random_weights"]
     assert first["engine"]["attention_config"]["disable_flashinfer_q_quantization"]
     config = json.loads((pathlib.Path(first["engine"]["model"]) / "config.json").read_text())
     assert (config["num_attention_heads"], config["num_key_value_heads"]) == (8, 2)
     assert selftest.token_requests(LLAMA, "native", "auto", tmp_path)[1][0].name == "native"
 
 
-def side(name, tokens):
-    return {"cudagraph_mode": "FULL", "route": name, "tokens": {"ctx300_bs1": tokens}}
+def side(name, tokens, gap=1.0):
+    said = {
+        "ids": tokens,
+        "logprobs": [[-1.0] * len(row) for row in tokens],
+        "gaps": [[gap] * len(row) for row in tokens],
+    }
+    cells = {"ctx300_bs1": {"by_prefill": {"verdict": "consistent", "text": "decoding agrees"}}}
+    return {"cudagraph_mode": "FULL", "route": name, "tokens": {"ctx300_bs1": said}, "cells": cells}
 
 
 def test_tokens_are_compared():
     assert "3 greedy tokens equal" in selftest.judge_tokens(
         [side("stock", [[1, 2, 3]]), side("native", [[1, 2, 3]])]
     )
-    with pytest.raises(Fail, match="ctx300_bs1: 1/1 differ, at 2"):
+    with pytest.raises(Fail, match="ctx300_bs1: 1/1 differ from token 2"):
         selftest.judge_tokens([side("stock", [[1, 2, 3]]), side("native", [[1, 2, 4]])])
+    near = [side("stock", [[1, 2, 3]], 0.05), side("native", [[1, 2, 4]])]
+    assert "1/1 part by rounding (gap 0.050) after 2" in selftest.judge_tokens(near)
+    near[1]["cells"]["ctx300_bs1"]["by_prefill"] = {"verdict": "differ", "text": "decoding DIFFERS"}
+    with pytest.raises(Fail, match="^ctx300_bs1: patched's decoding DIFFERS"):
+        selftest.judge_tokens(near)
 
 
 def test_a_variant_on_another_route_cannot_tell(monkeypatch):
