@@ -28,18 +28,20 @@ def fill_weights(model: Any, seed: int) -> int:
     import torch
 
     done = set()
-    for name, weight in model.named_parameters():
-        if weight.data_ptr() in done or not weight.is_floating_point():
-            continue
-        done.add(weight.data_ptr())  # a drafter may share the target's embedding
-        if weight.dim() < 2:
-            weight.data.fill_(0.0 if name.endswith("bias") else 1.0)
-            continue
-        scale = 1.0 if "embed" in name else weight.shape[-1] ** -0.5
-        scale *= PEAKED if ATTENTION_INPUT.search(name) else 1.0
-        source = torch.Generator(weight.device).manual_seed(seed ^ zlib.crc32(name.encode()))
-        for rows in weight.data.split(4096):  # fp32 of a whole embedding would take half a GiB
-            rows.copy_(torch.randn(rows.shape, generator=source, device=weight.device) * scale)
+    # A loader may have made its tensors in inference mode: they can be written there only.
+    with torch.inference_mode():
+        for name, weight in model.named_parameters():
+            if weight.data_ptr() in done or not weight.is_floating_point():
+                continue
+            done.add(weight.data_ptr())  # a drafter may share the target's embedding
+            if weight.dim() < 2:
+                weight.data.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            scale = 1.0 if "embed" in name else weight.shape[-1] ** -0.5
+            scale *= PEAKED if ATTENTION_INPUT.search(name) else 1.0
+            source = torch.Generator(weight.device).manual_seed(seed ^ zlib.crc32(name.encode()))
+            for rows in weight.data.split(4096):  # fp32 of a whole embedding would take half a GiB
+                rows.copy_(torch.randn(rows.shape, generator=source, device=weight.device) * scale)
     return len(done)
 
 
