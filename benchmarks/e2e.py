@@ -31,6 +31,7 @@ import pathlib
 import pstats
 import random
 import signal
+import statistics
 import sys
 import time
 import warnings
@@ -163,15 +164,26 @@ def rescored(llm, prompts: list, said: dict, lora) -> dict:
 
 
 def plan_short(tokens: int) -> None:
-    """Has our planner see ``tokens`` fewer KV tokens than there are: what a comparison must find."""
+    """Has our planner see ``tokens`` fewer KV tokens than there are, in serving only: at start-up the package
+    checks its kernels and would refuse. What a comparison must find."""
     from vllm_specpatch.kernels import spec_mask
+    from vllm_specpatch.patches import spec_mask_route
 
-    update = spec_mask.Plan.update
+    serving = False
+    update, before = spec_mask.Plan.update, spec_mask_route.SpecMaskDecode._plan_before
 
     def wrong(self, seq_lens, *args, **kwargs):
-        return update(self, (seq_lens - tokens).clamp(min=0), *args, **kwargs)
+        return update(self, (seq_lens - tokens).clamp(min=0) if serving else seq_lens, *args, **kwargs)
 
-    spec_mask.Plan.update = wrong
+    def served(self, *args, **kwargs):
+        nonlocal serving
+        serving = True
+        try:
+            return before(self, *args, **kwargs)
+        finally:
+            serving = False
+
+    spec_mask.Plan.update, spec_mask_route.SpecMaskDecode._plan_before = wrong, served
 
 
 def make_llm(backend: str, options: dict, contexts: list[int], batches: list[int], out: int, **others):
@@ -485,8 +497,12 @@ def measure(llm, lora, turn, options: dict, cells: dict, tokens: dict) -> None:
             cell = f"ctx{context}_bs{batch}"
             with turn():
                 generate(8)
-                short = [generate(2) for _ in range(repeats)]
-                long = [generate(2 + out) for _ in range(repeats)]
+            short, long = [], []
+            for _ in range(repeats):  # in turns, or a slow minute of the machine would be one variant's
+                with turn():
+                    short.append(generate(2))
+                    long.append(generate(2 + out))
+            with turn():
                 tokens[cell], steps = judged(llm, prompts, out, lora)
                 rescore = None
                 if batch * context <= RESCORED:
@@ -496,6 +512,7 @@ def measure(llm, lora, turn, options: dict, cells: dict, tokens: dict) -> None:
                         rescore = {"verdict": "failed", "text": f"prefill was not asked: {e!r}"}
             cells[cell] = {
                 "ms_per_step": round((min(long) - min(short)) / out * 1e3, 3),
+                "median_ms": round((statistics.median(long) - statistics.median(short)) / out * 1e3, 3),
                 "spread_ms": round((max(long) - min(long)) / out * 1e3, 3),
                 "tokens_sha256": hashlib.sha256(json.dumps(tokens[cell]["ids"]).encode()).hexdigest()[:16],
                 "last_drafts": last_drafts(llm, batch),

@@ -284,9 +284,25 @@ def test_a_drafter_gets_its_own_weights_or_the_targets():
 def test_a_planner_that_is_told_too_little_is_what_a_control_run_has(monkeypatch):
     torch = pytest.importorskip("torch")
     from vllm_specpatch.kernels import spec_mask
+    from vllm_specpatch.patches import spec_mask_route
 
     seen = []
     monkeypatch.setattr(spec_mask.Plan, "update", lambda self, lengths, start: seen.append(lengths.tolist()))
+    # monkeypatch notes the original, which plan_short replaces again.
+    monkeypatch.setattr(
+        spec_mask_route.SpecMaskDecode, "_plan_before", spec_mask_route.SpecMaskDecode._plan_before
+    )
     script("e2e", monkeypatch).plan_short(16)
-    spec_mask.Plan.update(object.__new__(spec_mask.Plan), torch.tensor([100, 3], dtype=torch.int32), None)
-    assert seen == [[84, 0]]
+    plan = object.__new__(spec_mask.Plan)
+    lengths = torch.tensor([100, 3], dtype=torch.int32)
+    batch = spec_mask_route.SpecMaskDecode(
+        types.SimpleNamespace(layout="NHD", window_left=-1, soft_cap=0.0, sm_scale=1.0),
+        plan,
+        lengths,
+        None,
+        None,
+    )
+    plan.update(lengths, None)
+    batch._plan_before(torch.zeros(4))
+    plan.update(lengths, None)
+    assert seen == [[100, 3], [84, 0], [100, 3]]
