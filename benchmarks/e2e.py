@@ -160,7 +160,7 @@ def rescored(llm, prompts: list, said: dict, lora) -> dict:
     ]
     outputs = llm.generate(again, once, use_tqdm=False, lora_request=lora)
     found = greedy.consistency(said, outputs)
-    return {"verdict": found.verdict, "text": str(found), **dataclasses.asdict(found)}
+    return {"text": str(found), **dataclasses.asdict(found)}
 
 
 def plan_short(tokens: int) -> None:

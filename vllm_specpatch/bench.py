@@ -321,7 +321,7 @@ def kill(child: subprocess.Popen[str]) -> None:
 # -- what is answered ----------------------------------------------------------------------------------
 
 
-def compare(results: Sequence[dict[str, Any]]) -> None:
+def compare(results: Sequence[dict[str, Any]], scale: float = greedy.TRAINED) -> None:
     """Adds to every cell how it stands to the first result's: ``ratio`` (below 1 is faster), ``noise`` (True
     if the difference is within the runs' spread), ``tokens_verdict`` (equal, rounding or differ) and
     ``tokens_vs_first``, a line. Takes the token lists out."""
@@ -330,7 +330,7 @@ def compare(results: Sequence[dict[str, Any]]) -> None:
     for result, tokens in zip(results, lists):
         for name, cell in result["cells"].items():
             base = first["cells"][name]
-            found = greedy.difference(lists[0][name], tokens[name])
+            found = greedy.difference(lists[0][name], tokens[name], scale)
             cell["tokens_verdict"], cell["tokens_vs_first"] = found.verdict, str(found)
             if "ms_per_step" in cell and "ms_per_step" in base:
                 cell["ratio"] = round(cell["ms_per_step"] / base["ms_per_step"], 3)
@@ -553,7 +553,7 @@ def bench(arguments: argparse.Namespace) -> int:
         "results": results,
     }
     if trouble is None:
-        compare(results)
+        compare(results, 1.0 if arguments.model == DUMMY else greedy.TRAINED)
     for result in results:
         result.pop("tokens", None)
     written = folder / "bench.json"

@@ -335,7 +335,7 @@ def judge_tokens(answers: Sequence[Mapping[str, Any]]) -> str:
     parting = [f"{cell}: {one}" for cell, one in found.items() if one.verdict != "equal"]
     number = sum(len(ids) for said in stock["tokens"].values() for ids in said["ids"])
     return (
-        f"{number} greedy tokens {'; '.join(parting) or 'equal'}, and prefill agrees with them; "
+        f"{number} greedy tokens: {'; '.join(parting) or 'equal'}; prefill agrees with them; "
         f"stock {stock['cudagraph_mode']}, patched {patched['cudagraph_mode']} by route {patched['route']}"
     )
 

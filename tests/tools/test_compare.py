@@ -163,6 +163,11 @@ NEAR, SURE = [1.0] * 15 + [0.05] * 5, [1.0] * 15 + [0.5] * 5
         # The same tokens, with other logprobs than rounding gives.
         (said([[1] * 20]), said([[1] * 20], logprob=-1.2), "differ", "equal, but logprobs 0.2000 apart"),
         (said([[1] * 20]), said([[1] * 20], logprob=-1.02), "equal", "equal"),
+        # A little everywhere is no rounding, if there are enough tokens to tell.
+        (said([[1] * 40]), said([[1] * 40], logprob=-1.02), "differ", "equal, but logprobs 0.0200 apart"),
+        (said([[1] * 40]), said([[1] * 40], logprob=-1.01), "equal", "equal"),
+        # Nor is much at one token.
+        (said([[1] * 40]), said([[1] * 40], logprob=[-1.12, *[-1.0] * 39]), "differ", "equal, but logprobs"),
         # Only what both said counts: logprobs of other tokens say nothing.
         (
             said([[1] * 20], NEAR),
@@ -177,6 +182,13 @@ NEAR, SURE = [1.0] * 15 + [0.05] * 5, [1.0] * 15 + [0.5] * 5
 def test_what_is_rounding(a, b, verdict, text):
     found = greedy.difference(a, b)
     assert found.verdict == verdict and str(found).startswith(text)
+
+
+def test_a_trained_models_logits_are_coarser():
+    a, b = said([[1] * 40], [1.0] * 20 + [0.3] * 20), said([[1] * 30 + [9] * 10], logprob=-1.05)
+    assert greedy.difference(a, b).verdict == "differ"
+    assert greedy.difference(a, b, greedy.TRAINED).verdict == "rounding"
+    assert greedy.difference(a, said([[9] * 40]), greedy.TRAINED).verdict == "differ"
 
 
 def test_what_an_engine_said_is_kept_with_how_sure_it_was():
@@ -215,9 +227,9 @@ def test_what_decoding_said_is_judged_by_prefill():
     assert found.verdict == "differ" and (found.turned, found.widest) == (4, 0.5)
     assert str(found).startswith("decoding DIFFERS from prefill")
     # A draft that was accepted unseen need not be the best; its logprob must be the same.
-    unseen = greedy.consistency(said(ids, [None] * 50), turned)
+    unseen = greedy.consistency(said(ids, [None] * 50, [-1.5, -1.5] + [-1.0] * 48), turned)
     assert (unseen.turned, unseen.verdict) == (0, "consistent")
-    drifted = [prefilled(7, row, [0.1] * 50) for row in ids]
+    drifted = [prefilled(7, row, [0.02] * 50) for row in ids]
     assert greedy.consistency(said(ids, [None] * 50), drifted).verdict == "differ"
 
 

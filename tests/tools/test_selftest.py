@@ -314,7 +314,7 @@ def side(name, tokens, gap=1.0):
 
 
 def test_tokens_are_compared():
-    assert "3 greedy tokens equal" in selftest.judge_tokens(
+    assert "3 greedy tokens: equal; prefill agrees" in selftest.judge_tokens(
         [side("stock", [[1, 2, 3]]), side("native", [[1, 2, 3]])]
     )
     with pytest.raises(Fail, match="ctx300_bs1: 1/1 differ from token 2"):
