@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from importlib import metadata
 
@@ -10,6 +11,9 @@ from packaging.version import InvalidVersion, Version
 
 from . import fingerprint
 from .patch import Finding, Patch, State
+
+#: How a label of patches/digests.py says where a digest begins.
+FROM = re.compile(r"from (\S+) (\S+)")
 
 
 def installed_version(distribution: str) -> str | None:
@@ -71,7 +75,14 @@ def check_digests(patch: Patch, digest: Callable[[str], str] = fingerprint.of_sy
 def check_sources(
     digests: Mapping[str, Mapping[str, str]], digest: Callable[[str], str] = fingerprint.of_symbol
 ) -> Finding | None:
-    """The same for a table of digests."""
+    """The same for a table of digests.
+
+    Where the labels are ``from DISTRIBUTION RELEASE`` (a digest counts until the release of the next), all
+    that is found must also be of one release: a build between two, or one with a function of another release
+    in it, is a combination that nobody has read, though each part is known.
+    """
+    newest: dict[str, tuple[Version, str]] = {}  # distribution -> the latest start, and whose
+    oldest: dict[str, tuple[Version, str]] = {}  # the earliest end
     for symbol, accepted in digests.items():
         try:
             found = digest(symbol)
@@ -80,7 +91,32 @@ def check_sources(
         if found not in accepted:
             text = "no such function" if found == fingerprint.ABSENT else f"sha256 {found[:12]}…"
             return _unknown_source(symbol, accepted, text)
+        distribution, start, end = _span(accepted, found)
+        if start is not None:
+            newest[distribution] = max(newest.get(distribution, (start, symbol)), (start, symbol))
+        if end is not None:
+            oldest[distribution] = min(oldest.get(distribution, (end, symbol)), (end, symbol))
+    for distribution in newest.keys() & oldest.keys():
+        (start, young), (end, old) = newest[distribution], oldest[distribution]
+        if start >= end:
+            return Finding(
+                State.REFUSED,
+                f"the sources of {distribution} are not of one release",
+                wanted="all functions of one release",
+                found=f"{young} of {start} or later, {old} of before {end}",
+                next_step=f"reinstall {distribution}; a build between two releases is not supported",
+            )
     return None
+
+
+def _span(accepted: Mapping[str, str], digest: str) -> tuple[str, Version | None, Version | None]:
+    """(distribution, first release with this digest, first release with the next one), from the labels."""
+    labels = [FROM.fullmatch(label) for label in accepted.values()]
+    at = list(accepted).index(digest)
+    own, following = labels[at], labels[at + 1] if at + 1 < len(labels) else None
+    if own is None:
+        return "", None, None
+    return own[1], Version(own[2]), None if following is None else Version(following[2])
 
 
 def _unknown_source(symbol: str, accepted: Mapping[str, str], found: str) -> Finding:

@@ -87,9 +87,9 @@ class Patch:
 
     ``versions``: distribution name -> specifier of the *release* (dev and local parts of the installed
     version are dropped first; the digests then decide).
-    ``digests``: ``"module:qualname"`` -> {sha256 of its raw source: the releases it was read in}. Covers
-    everything that is wrapped and everything that the wrappers rely on. Append when a release was
-    checked; replace when old releases are dropped.
+    ``digests``: ``"module:qualname"`` -> {sha256 of its raw source: the releases it was read in, or ``from
+    DISTRIBUTION RELEASE`` in their order}. Covers everything that is wrapped and everything that the wrappers
+    rely on. Append when a release was checked; replace when old releases are dropped.
     ``edits``: called with the imported target module and the context; returns what to wrap, and changes
     nothing itself.
     """

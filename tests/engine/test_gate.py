@@ -145,3 +145,33 @@ def test_no_source_says_what_is_missing():
 @pytest.mark.parametrize("symbol", ["pathlib:nothing", "pathlib:Path.nothing", "this:nothing"])
 def test_absent_is_said_of_a_module_that_is_there_imported_or_not(symbol):
     assert fingerprint.of_symbol(symbol) == fingerprint.ABSENT
+
+
+SINCE = {
+    "m:a": {"a" * 64: "from vllm 0.9.0", "b" * 64: "from vllm 0.10.0", "c" * 64: "from vllm 0.11.0"},
+    "m:b": {fingerprint.ABSENT: "from vllm 0.9.0", "e" * 64: "from vllm 0.10.1"},
+    "m:c": {"f" * 64: "from vllm 0.9.0"},
+    "n:d": {"d" * 64: "from other 3.0"},
+}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "fits"),
+    [
+        ("a", fingerprint.ABSENT, True),  # 0.9
+        ("b", fingerprint.ABSENT, True),  # 0.10.0
+        ("b", "e", True),  # 0.10.1
+        ("c", "e", True),  # 0.11
+        ("a", "e", False),  # before 0.10, and from 0.10.1 on
+        ("c", fingerprint.ABSENT, False),
+    ],
+)
+def test_known_functions_of_different_releases_are_refused(a, b, fits):
+    found = {"m:a": a * 64, "m:b": b if b == fingerprint.ABSENT else b * 64, "m:c": "f" * 64, "n:d": "d" * 64}
+    finding = gate.check_sources(SINCE, found.__getitem__)
+    assert (finding is None) == fits
+    if finding is not None:
+        assert finding.state is State.REFUSED and "vllm are not of one release" in finding.reason
+        young, old = ("m:b", "m:a") if a == "a" else ("m:a", "m:b")
+        assert finding.found.startswith(f"{young} of 0.1") and f", {old} of before 0.10" in finding.found
+        assert "reinstall vllm" in finding.next_step

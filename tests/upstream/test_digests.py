@@ -4,7 +4,7 @@ import pytest
 import releases
 from packaging.specifiers import SpecifierSet
 
-from vllm_specpatch import fingerprint
+from vllm_specpatch import fingerprint, gate
 from vllm_specpatch.kernels.build import SUPPORTED_FLASHINFER, check_flashinfer
 from vllm_specpatch.patches.digests import FLASHINFER_DECODE_DIGESTS, VLLM_DIGESTS
 from vllm_specpatch.patches.native import FIRST_FLASHINFER
@@ -46,6 +46,16 @@ def test_vllm(release):
     order = list(TABLE)
     root = folder("vllm", release)
     assert not wrong(VLLM_DIGESTS, root, lambda start: order.index(start) <= order.index(release))
+    here = {symbol: digest(root, symbol) for symbol in VLLM_DIGESTS}
+    assert gate.check_sources(VLLM_DIGESTS, here.__getitem__) is None
+    if release == order[0]:
+        return
+    # One function of the release before in it: known, and of another release.
+    before = folder("vllm", order[order.index(release) - 1])
+    changed = [symbol for symbol in VLLM_DIGESTS if digest(before, symbol) != here[symbol]]
+    for symbol in changed if len(changed) > 1 else ():
+        mixed = {**here, symbol: digest(before, symbol)}
+        assert "not of one release" in gate.check_sources(VLLM_DIGESTS, mixed.__getitem__).reason, symbol
 
 
 @pytest.mark.parametrize("version", HAVE_NATIVE)
