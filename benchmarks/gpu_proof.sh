@@ -16,6 +16,7 @@
 # tokens: "k1:k=1 fp8:k=7,kv=fp8 ..."), JOBS (processes at a time in tokens, 3), RESULT (the result's name), TURNS
 # (FOLDER:N, where calls with other releases on PYTHONPATH take turns, with a name of this call in AS), MEM and GPU_GIB
 # (share of the GPU that must be free, GiB of KV cache: less where several calls run at once) may be set.
+# Exits with 1 if a run failed or tokens differ (OUT/failed says which).
 # Calling it again goes on where it was: a run whose JSON lies in RAW (/tmp/specpatch-proof) is not repeated.
 set -uo pipefail
 checkout=$(cd "$(dirname "$0")/.." && pwd)
@@ -23,9 +24,14 @@ out=$(mkdir -p "$1" && cd "$1" && pwd) what=$2
 python=${PYTHON:-python3} cells=${CELLS:-bs=1,8,32 ctx=1024,8192 out=64} routes=${ROUTES:-native spec_mask}
 raw=${RAW:-/tmp/specpatch-proof} pack=$([ -n "${3:-}" ] && cd "$3" && pwd)
 mkdir -p "$raw" "$out/log"
+rm -f "$out/failed"
 # Never in the checkout: `python -m` children of vLLM would find its folders as top-level packages.
 cd "$raw" || exit 1
 export PYTHONUNBUFFERED=1
+
+failed() { # WHAT RC: from subshells, too
+    [ "$2" -eq 0 ] || echo "$1 rc=$2" >> "$out/failed"
+}
 
 run() { # NAME BACKEND key=value...
     local name=$1
@@ -34,7 +40,9 @@ run() { # NAME BACKEND key=value...
     [ -s "$raw/$name.json" ] && ! grep -q '"stopped": true' "$raw/$name.json" && return
     timeout "${LIMIT:-300}" "$python" -P "$checkout/benchmarks/e2e.py" "$name" "$@" "json=$raw/$name.json" \
         > "$out/log/$name.log" 2>&1
-    echo "$name rc=$? $(date +%T)"
+    local rc=$?
+    failed "$name" $rc
+    echo "$name rc=$rc $(date +%T)"
     [ -s "$raw/$name.json" ] || tail -n 3 "$out/log/$name.log" | cut -c1-300
 }
 
@@ -43,6 +51,7 @@ compare() { # RESULT NAME...
     shift
     for name in "$@"; do [ -s "$raw/$name.json" ] && files+=("$raw/$name.json"); done
     [ ${#files[@]} -gt 0 ] && "$python" -P "$checkout/benchmarks/compare.py" "${files[@]}" --write "$out/$result.json"
+    failed "compare $result" $?
 }
 
 compare_routes() { # NAME: of the runs NAME-off and NAME-ROUTE
@@ -91,7 +100,8 @@ timing)
     ;;
 tokens)
     small="$cells repeats=1 mem=${MEM:-0.15} gpu_gib=${GPU_GIB:-12}"
-    variants=${VARIANTS:-k1:k=1 k3:k=3 fp8:k=7,kv=fp8 v1:k=7 ngram:k=3,method=ngram k0:k=0 sample:k=7,sample=1}
+    variants=${VARIANTS:-accept:k=7,accept=4 own:k=4,method=own fp8:k=7,kv=fp8,accept=4 v1:k=7,accept=4 \
+        lora:k=3,lora=8,accept=3 sample:k=7,sample=1 k1:k=1 k0:k=0 ngram:k=3,method=ngram}
     jobs=()
     for variant in $variants; do
         name=${variant%%:*} keys=${variant#*:}
@@ -128,7 +138,9 @@ long)
 soak)
     soak() { # NAME key=value...
         "$python" -P "$checkout/benchmarks/soak.py" "$@" "json=$raw/$1.json" > "$out/log/$1.log" 2>&1
-        echo "$1 rc=$? $(date +%T)"
+        local rc=$?
+        failed "$1" $rc
+        echo "$1 rc=$rc $(date +%T)"
         tail -n 1 "$out/log/$1.log" | cut -c1-600
     }
     # Both on one GPU at once: nothing here is timed.
@@ -136,6 +148,7 @@ soak)
     (soak soak-patched "seconds=${SOAK_S:-480}" mem=0.3) &
     wait
     "$python" -P "$checkout/benchmarks/soak.py" --compare "$raw/soak-off.json" "$raw/soak-patched.json"
+    failed "compare soak" $?
     cp "$raw"/soak-*.json "$out/"
     ;;
 tools)
@@ -143,10 +156,14 @@ tools)
     echo "doctor rc=$?"
     vllm-specpatch doctor > "$out/log/doctor.txt" 2>&1
     vllm-specpatch selftest --gpu --json > "$out/selftest.json" 2> "$out/log/selftest.err"
-    echo "selftest rc=$?"
+    rc=$?
+    failed selftest $rc
+    echo "selftest rc=$rc"
     vllm-specpatch bench --model dummy --backends stock,native,spec_mask --batch 1,8 --context 1024 --out 64 \
         --out-folder "$out/bench" --timeout 300 --gpu-memory-utilization "${MEM:-0.6}" > "$out/bench.txt" 2>&1
-    echo "bench rc=$?"
+    rc=$?
+    failed bench $rc
+    echo "bench rc=$rc"
     tail -n 20 "$out/bench.txt"
     ;;
 kernels | check | sanitize)
@@ -157,7 +174,9 @@ kernels | check | sanitize)
         shift 2
         mkdir -p "$out/$name"
         timeout "$limit" "$pack/run.sh" "$@" > "$out/$name/log.txt" 2>&1
-        echo "$name rc=$? $(date +%T)"
+        local rc=$?
+        failed "$name" $rc
+        echo "$name rc=$rc $(date +%T)"
         tail -n 4 "$out/$name/log.txt"
     }
     [ "$what" = sanitize ] || kernel check 420 gpu_check.py --out "$out/check"
@@ -173,3 +192,4 @@ kernels | check | sanitize)
     ;;
 esac
 tar -czf "$out/logs.tgz" -C "$out" log && rm -r "$out/log"
+[ ! -s "$out/failed" ] || { cat "$out/failed" && exit 1; }
