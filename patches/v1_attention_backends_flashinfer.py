@@ -42,7 +42,7 @@ from typing import Any
 from .. import gate
 from ..errors import Refused, SpecPatchError
 from ..patch import Context, Edit, Finding, Patch, State
-from . import routes, seams
+from . import ranks, routes, seams
 from .decision import (
     REPLACE_UPSTREAM_PLAIN,
     UPDATE_DRAFT_METADATA,
@@ -110,6 +110,7 @@ class FlashInferSpecDecode:
         self._lock = threading.RLock()
         self._thread = threading.local()
         self._builders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._ranks = ranks.Agreement()
         self._release = seams.release(gate.installed_version("vllm"))
         self._signatures = {
             name: inspect.signature(function)
@@ -285,11 +286,14 @@ class FlashInferSpecDecode:
                 return stock
             # A group of several specs is asked about as one on the V1 runner, and has a builder for each.
             parts = [self.commitment(vllm_config, spec) for spec in self._attention_specs(kv_cache_spec)]
-            if not all(commitment.applies for commitment in parts):
+            against = [c.decision.finding.reason for c in parts if not c.applies]
+            self._ranks.tell(vllm_config, not against, "; ".join(against) or parts[0].decision.route)
+            if against:
                 return stock
         except Refused:
             raise
         except Exception as e:
+            self._ranks.tell(vllm_config, False, f"{type(e).__name__}: {e}")
             self._failed(vllm_config, e)
             return stock
         for commitment in parts:
@@ -466,11 +470,24 @@ class FlashInferSpecDecode:
     def build_for_cudagraph_capture(self, wrapped: Any, builder: Any, args: Any, kwargs: Any) -> Any:
         if getattr(builder, "specpatch_route", None) is None:
             return wrapped(*args, **kwargs)
+        self._ask_other_ranks(builder)
         builder.specpatch_captured.capturing = True
         try:
             return wrapped(*args, **kwargs)
         finally:
             builder.specpatch_captured.capturing = False
+
+    def _ask_other_ranks(self, builder: Any) -> None:
+        """Before the first capture. Raises where another rank will not capture the same graphs: that is
+        better than a start that hangs. A rank that is silent is said, in case the start hangs for it."""
+        if not self.commitment(builder.vllm_config, builder.kv_cache_spec).applies:
+            return
+        finding = self._ranks.disagreement(builder.vllm_config)
+        if finding is None:
+            return
+        self.context.decided(finding)
+        if finding.state is State.REFUSED:
+            raise SpecPatchError(str(finding))
 
     def split_decodes_and_prefills(self, wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
         split = wrapped(*args, **kwargs)
