@@ -515,6 +515,8 @@ def bench(arguments: argparse.Namespace) -> int:
                 done += 1
                 ms = f"{data['ms_per_step']:.3f} ms/step" if "ms_per_step" in data else data["note"]
                 print(f"{label}: {done}/{cells} {data['cell']} {ms}", file=sys.stderr, flush=True)
+            elif data["phase"] == "profile":
+                print(f"{label}: all timed; now with the profiler", file=sys.stderr, flush=True)
             else:
                 print(f"{label}: starting vLLM ({what})", file=sys.stderr, flush=True)
 

@@ -1,7 +1,7 @@
 """What ``bench`` looks at inside vLLM's worker processes. Reached through ``collective_rpc``, by reference.
 
 The timed runs see one thing of it: a note per step of how many requests it had. Everything that costs time
-(build timers, the torch profiler) runs in windows of their own, armed for one more generation after the
+(build timers, the torch profiler) runs in windows of their own, armed for one more generation after all
 timing. All windows are of *decode* steps: every request of the batch verifies or decodes, none prefills.
 """
 

@@ -324,8 +324,38 @@ def test_a_child_measures_what_happened(fake_vllm, tmp_path, capsys):
         assert "profiler_error" not in cell
         # No GPU here, so the drafter launched nothing; that it ran was seen.
         assert cell["drafter"]["ran"] == "host"
-    progress = [line for line in capsys.readouterr().out.splitlines() if line.startswith("PROGRESS ")]
-    assert len(progress) == 3
+    lines = [line.partition(" ") for line in capsys.readouterr().out.splitlines()]
+    progress = [json.loads(rest) for kind, _, rest in lines if kind == "PROGRESS"]
+    assert [data.get("cell", data.get("phase")) for data in progress] == [
+        "engine",
+        *result["cells"],
+        "profile",
+    ]
+
+
+def test_nothing_is_timed_where_the_profiler_has_been(fake_vllm, tmp_path, monkeypatch):
+    """After a trace CUDA graphs are launched more slowly, in the cells that come later."""
+    seen = []
+
+    def noted(name, kind, what):
+        original = getattr(kind, name)
+
+        def method(self, first, *rest, **options):
+            seen.append((what, len(first) if what == "generate" else first))
+            return original(self, first, *rest, **options)
+
+        monkeypatch.setattr(kind, name, method)
+
+    noted("generate", FakeLLM, "generate")
+    noted("_open", bench_probe.Probe, "window")
+    monkeypatch.setattr(bench_run, "say", lambda kind, data: seen.append((kind, data.get("cell"))))
+    result = bench_run.measure(asked_for(tmp_path))
+    windows = [("window", name) for name, _ in bench_probe.WINDOWS]
+    first = seen.index(windows[0])
+    assert ("PROGRESS", "ctx20_bs3") in seen[:first]
+    # From the first window on: one generation for each cell's windows, of that cell's prompts.
+    assert seen[first - 1 :] == [("generate", 1), *windows, ("generate", 3), *windows]
+    assert all(cell["drafter"] and cell["ms_per_step"] for cell in result["cells"].values())
 
 
 def test_the_dummy_model_gets_weights_before_anything_is_timed(fake_vllm, tmp_path, monkeypatch):
