@@ -380,8 +380,9 @@ def render(results: Sequence[Mapping[str, Any]], repeats: int) -> str:
             idle = text_of(cell.get("gpu_idle_share"), ".0%")
             lines.append(
                 f"{name:13}{cell['ms_per_step']:9.3f}{cell['spread_ms']:8.3f}{ratio:>9}"
-                f"{cell['tokens_per_s']:10.0f}"
-                f"{cell['tokens_per_step']:9.2f}{text_of(cell.get('host_us_per_build'), '.0f'):>9}{idle:>9}"
+                f"{text_of(cell['tokens_per_s'], '.0f'):>10}"
+                f"{text_of(cell['tokens_per_step'], '.2f'):>9}"
+                f"{text_of(cell.get('host_us_per_build'), '.0f'):>9}{idle:>9}"
                 f"  {drafter_of(cell):16}{cell.get('tokens_verdict', '-')}"
             )
             notes = [cell.get("note"), cell.get("profiler_error")]

@@ -114,16 +114,35 @@ def text_prompts(tokens: Sequence[int], context: int, batch: int) -> list[list[i
 
 def decoded(steps: Sequence[Sequence[int]]) -> tuple[int, int]:
     """(steps, decoding requests in all of them together)."""
-    return len(steps), sum(decoding for decoding, _ in steps)
+    return len(steps), sum(decoding for decoding, _, _ in steps)
+
+
+def draft_rate(run: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """(tokens per step and request, accepted share of the proposed tokens) of one run; None for what was not
+    seen.
+
+    Not from the tokens that a run returns: the last step of a generation verifies tokens that are then cut
+    off, and in one of :data:`SHORT` tokens all but one are. By what is returned the acceptance was off by up
+    to some (1 + k) / ``out``, in either direction: above 1 where every draft is accepted.
+    """
+    without = sum(decoding - drafted for decoding, _, drafted in run["steps"])  # one token each
+    drafted = sum(drafted for _, _, drafted in run["steps"])
+    if drafted and not (run["drafts"] and run["drafts"][0]):
+        return None, None
+    verified, proposed, accepted = run["drafts"] or (0, 0, 0)
+    if not verified + without:
+        return None, None
+    return 1 + accepted / (verified + without), accepted / proposed if proposed else None
 
 
 def cell_numbers(
-    short: Sequence[Mapping[str, Any]], long: Sequence[Mapping[str, Any]], batch: int, k: int
+    short: Sequence[Mapping[str, Any]], long: Sequence[Mapping[str, Any]], batch: int
 ) -> dict[str, Any]:
-    """Numbers of one cell from its runs, each ``{"seconds", "steps", "tokens"}``.
+    """Numbers of one cell from its runs, each ``{"seconds", "steps", "drafts"}``.
 
-    ``ms_per_step`` and ``tokens_per_s`` of the best long and the best short run; ``spread_ms``: how far the
-    long runs lie apart, per step; ``tokens_per_step``: per request, 1 + k if every draft is accepted.
+    ``ms_per_step`` of the best long and the best short run; ``spread_ms``: how far the long runs lie apart,
+    per step; ``tokens_per_step``: per request, 1 + k if every draft is accepted; ``tokens_per_s``: what these
+    steps give at that rate, also the tokens that are cut off at a generation's end.
     """
     best_short, best_long = (min(runs, key=lambda run: run["seconds"]) for runs in (short, long))
     seconds = best_long["seconds"] - best_short["seconds"]
@@ -131,19 +150,19 @@ def cell_numbers(
         decoded(run["steps"]) for run in (best_long, best_short)
     )
     steps, busy = steps_long - steps_short, busy_long - busy_short
-    tokens = best_long["tokens"] - best_short["tokens"]
     if steps < 1 or busy < 1 or seconds <= 0:
         return {"note": f"no decode step can be told from the prefill ({steps} steps, {seconds:.4f} s)"}
     times = [run["seconds"] for run in long]
+    per_step, acceptance = draft_rate(best_long)
     numbers: dict[str, Any] = {
         "ms_per_step": round(seconds / steps * 1e3, 3),
         "spread_ms": round((max(times) - min(times)) / steps * 1e3, 3),
-        "tokens_per_s": round(tokens / seconds, 1),
+        "tokens_per_s": None if per_step is None else round(per_step * busy / seconds, 1),
         "steps": steps,
-        "tokens_per_step": round(tokens / busy, 3),
-        "acceptance": round((tokens / busy - 1) / k, 4) if k else None,
+        "tokens_per_step": None if per_step is None else round(per_step, 3),
+        "acceptance": None if acceptance is None else round(acceptance, 4),
     }
-    most = max((decoding for run in long for decoding, pure in run["steps"] if pure), default=0)
+    most = max((decoding for run in long for decoding, pure, _ in run["steps"] if pure), default=0)
     if most < batch:
         numbers["note"] = (
             f"never more than {most} of {batch} requests decoded together: the KV cache is too small"
@@ -188,6 +207,7 @@ class Bench:
 
     def __init__(self, request: Mapping[str, Any], llm: Any) -> None:
         self.request, self.llm = request, llm
+        self.drafts = bench_probe.watch_drafts(llm)
 
     def rpc(self, function: Any, *args: Any) -> list[Any]:
         answers: list[Any] = self.llm.llm_engine.collective_rpc(function, args=args)
@@ -207,7 +227,8 @@ class Bench:
         seconds = time.perf_counter() - started
         ids = [list(output.outputs[0].token_ids) for output in outputs]
         steps = self.rpc(bench_probe.take_steps)[0]
-        result = {"seconds": seconds, "steps": steps, "tokens": sum(map(len, ids)), "ids": ids}
+        drafts = self.drafts and self.drafts.take()
+        result = {"seconds": seconds, "steps": steps, "drafts": drafts, "ids": ids}
         if logprobs is not None:
             result["said"] = greedy.said([output.outputs[0] for output in outputs])
         return result
@@ -227,11 +248,11 @@ class Bench:
     def timed(self, prompts: Sequence[Sequence[int]]) -> tuple[dict[str, Any], dict[str, Any]]:
         """A cell's numbers without a profiler, and what was said (:func:`.greedy.said`)."""
         request, batch = self.request, len(prompts)
-        k, out, repeats = request["k"], request["out"], request["repeats"]
+        out, repeats = request["out"], request["repeats"]
         self.generate(prompts, WARM_UP)
         short = [self.generate(prompts, SHORT) for _ in range(repeats)]
         long = [self.generate(prompts, SHORT + out) for _ in range(repeats)]
-        numbers = cell_numbers(short, long, batch, k)
+        numbers = cell_numbers(short, long, batch)
         # Not timed: logprobs cost time.
         said: dict[str, Any] = self.generate(prompts, SHORT + out, logprobs=2)["said"]
         ids = said["ids"]
@@ -325,7 +346,7 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
         # at 8192, right after a trace: 24 ms a step instead of 13).
         for name, prompts in asked.items():
             numbers = result["cells"][name]
-            numbers |= bench.profiled(prompts, numbers.get("tokens_per_step", 1.0))
+            numbers |= bench.profiled(prompts, numbers.get("tokens_per_step") or 1.0)
     return result
 
 

@@ -5,6 +5,7 @@ import ast
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import textwrap
@@ -81,6 +82,13 @@ def test_every_release_knows_the_arguments(tmp_path, release):
         text = (folder / "vllm" / "v1" / "worker" / runner).read_text()
         assert "def execute_model" in text and ("self.drafter" in text or "self.speculator" in text)
         assert "self.attn_groups" in text
+    scheduler = (folder / "vllm" / "v1" / "core" / "sched" / "scheduler.py").read_text()
+    for keyword in ("num_draft_tokens", "num_accepted_tokens"):
+        assert re.search(rf"self\.make_spec_decoding_stats\(\s[^()]*\b{keyword}=", scheduler)
+    client = (folder / "vllm" / "v1" / "engine" / "core_client.py").read_text()
+    assert "self.engine_core = EngineCore(" in client
+    steps = (folder / "vllm" / "v1" / "core" / "sched" / "output.py").read_text()
+    assert "num_output_tokens: list[int]" in steps and "scheduled_spec_decode_tokens: dict" in steps
     assert "metadata_builders: list" in (folder / "vllm" / "v1" / "worker" / "utils.py").read_text()
 
 
@@ -232,6 +240,8 @@ class FakeLLM:
         self.k = engine.get("speculative_config", {}).get("num_speculative_tokens", 0)
         self.worker = types.SimpleNamespace(model_runner=Runner())
         self.llm_engine = self
+        self.scheduler = types.SimpleNamespace(make_spec_decoding_stats=lambda stats, **counts: None)
+        self.engine_core = types.SimpleNamespace(engine_core=types.SimpleNamespace(scheduler=self.scheduler))
         self.model_config = types.SimpleNamespace(get_vocab_size=lambda: 1000)
         mode = types.SimpleNamespace(name="FULL_AND_PIECEWISE")
         self.vllm_config = types.SimpleNamespace(
@@ -243,9 +253,20 @@ class FakeLLM:
         return [function(self.worker, *args)]
 
     def step(self, scheduled, fresh=()):
-        requests = [types.SimpleNamespace(req_id=name) for name in fresh]
-        output = types.SimpleNamespace(num_scheduled_tokens=scheduled, scheduled_new_reqs=requests)
+        running = [name for name in scheduled if name not in fresh]
+        output = types.SimpleNamespace(
+            num_scheduled_tokens=scheduled,
+            scheduled_new_reqs=[types.SimpleNamespace(req_id=name) for name in fresh],
+            scheduled_cached_reqs=types.SimpleNamespace(
+                req_ids=running, num_output_tokens=[1] * len(running)
+            ),
+            scheduled_spec_decode_tokens={name: [-1] * self.k for name in running if self.k},
+        )
         self.worker.model_runner.execute_model(output, None)
+        for _ in running if self.k else ():
+            self.scheduler.make_spec_decoding_stats(
+                None, num_draft_tokens=self.k, num_accepted_tokens=self.accepted - 1, request_id=""
+            )
 
     def generate(self, prompts, sampling, use_tqdm):
         if getattr(sampling, "prompt_logprobs", None):
@@ -356,6 +377,56 @@ def test_nothing_is_timed_where_the_profiler_has_been(fake_vllm, tmp_path, monke
     # From the first window on: one generation for each cell's windows, of that cell's prompts.
     assert seen[first - 1 :] == [("generate", 1), *windows, ("generate", 3), *windows]
     assert all(cell["drafter"] and cell["ms_per_step"] for cell in result["cells"].values())
+
+
+@pytest.mark.parametrize("out", [15, 60, 127])
+def test_all_drafts_accepted_are_an_acceptance_of_one(fake_vllm, tmp_path, monkeypatch, out):
+    """By the tokens that are returned it was 2, 1.08 and 1.07: the short generation's only decode step
+    verifies 8 tokens, of which 7 are cut off."""
+    monkeypatch.setattr(FakeLLM, "accepted", 8)
+    result = bench_run.measure(asked_for(tmp_path, out=out, profile=False))
+    for cell, batch in (("ctx20_bs1", 1), ("ctx20_bs3", 3)):
+        numbers = result["cells"][cell]
+        assert numbers["acceptance"] == 1.0 and numbers["tokens_per_step"] == 8.0
+        assert numbers["tokens_per_s"] == pytest.approx(8e3 * batch / numbers["ms_per_step"], rel=0.01)
+
+
+def run_of(steps, drafts, seconds=1.0):
+    return {"seconds": seconds, "steps": steps, "drafts": drafts}
+
+
+def test_steps_without_drafts_count_as_one_token():
+    """N-gram drafters propose nothing where the text does not repeat."""
+    # Ten decodes in five steps, four of them with 3 drafts each, half of which were accepted.
+    run = run_of([[2, 1, 2], [2, 1, 2], [2, 1, 0], [2, 1, 0], [2, 1, 0]], [4, 12, 6])
+    assert bench_run.draft_rate(run) == (1.6, 0.5)
+    assert bench_run.draft_rate(run_of([[2, 1, 0]], None)) == (1.0, None)
+    assert bench_run.draft_rate(run_of([[2, 1, 2]], [0, 0, 0])) == (None, None)
+
+
+def test_a_scheduler_that_is_not_known_costs_the_rate_and_nothing_else(fake_vllm, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_probe, "watch_drafts", lambda llm: None)
+    answer = bench_run.measure(asked_for(tmp_path))
+    cell = answer["cells"]["ctx20_bs3"]
+    assert cell["ms_per_step"] > 0 and cell["builds_per_step"] == 2
+    assert (cell["tokens_per_step"], cell["acceptance"], cell["tokens_per_s"]) == (None, None, None)
+    bench.compare([answer])
+    assert "ctx20_bs3" in bench.render([answer], 3)
+
+
+def test_the_last_piece_of_a_prompt_is_no_decode():
+    """It is as short as a decode where running requests leave a prompt all but its last tokens."""
+    probe = bench_probe.Probe(Runner())
+    probe.watch(7)
+    probe.before(
+        types.SimpleNamespace(
+            num_scheduled_tokens={"a": 8, "b": 8, "c": 1},
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=types.SimpleNamespace(req_ids=["a", "b", "c"], num_output_tokens=[3, 0, 3]),
+            scheduled_spec_decode_tokens={"a": [-1] * 7},
+        )
+    )
+    assert probe.steps == [[2, 0, 1]]
 
 
 def test_the_dummy_model_gets_weights_before_anything_is_timed(fake_vllm, tmp_path, monkeypatch):
