@@ -135,10 +135,41 @@ def draft_rate(run: Mapping[str, Any]) -> tuple[float | None, float | None]:
     return 1 + accepted / (verified + without), accepted / proposed if proposed else None
 
 
+def decoded_apart(runs: Sequence[Mapping[str, Any]], batch: int, limits: Mapping[str, int]) -> str | None:
+    """That a batch never decoded as a whole, and why, in one line; None if it did.
+
+    ``limits``: of vLLM's scheduler, ``max_num_seqs`` and ``verifying``, the requests whose 1 + k tokens fit
+    into a step. A prompt is not kept waiting in a step without prefill but for want of room, so steps before
+    a prefill tell the KV cache from prompts that take longer than the first requests live.
+    """
+    most = max((decoding for run in runs for decoding, pure, _ in run["steps"] if pure), default=0)
+    if most >= batch:
+        return None
+    if most >= limits["max_num_seqs"]:
+        why = f"max_num_seqs is {limits['max_num_seqs']}"
+    elif most >= limits["verifying"]:
+        why = "a step's max_num_batched_tokens are used up by their tokens and drafts"
+    elif any(waited(run["steps"]) for run in runs):
+        why = "others waited while nothing was prefilled, most likely for room in the KV cache"
+    else:
+        why = "the first ended before the last prompt was prefilled; a larger --out keeps them longer"
+    return f"never more than {most} of {batch} requests decoded together: {why}"
+
+
+def waited(steps: Sequence[Sequence[int]]) -> bool:
+    """Whether a prefill came after a step without one."""
+    kinds = [pure for _, pure, _ in steps]
+    return 1 in kinds and 0 in kinds[kinds.index(1) :]
+
+
 def cell_numbers(
-    short: Sequence[Mapping[str, Any]], long: Sequence[Mapping[str, Any]], batch: int
+    short: Sequence[Mapping[str, Any]],
+    long: Sequence[Mapping[str, Any]],
+    batch: int,
+    limits: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Numbers of one cell from its runs, each ``{"seconds", "steps", "drafts"}``.
+    """Numbers of one cell from its runs, each ``{"seconds", "steps", "drafts"}``; ``limits`` as in
+    :func:`decoded_apart`.
 
     ``ms_per_step`` of the best long and the best short run; ``spread_ms``: how far the long runs lie apart,
     per step; ``tokens_per_step``: per request, 1 + k if every draft is accepted; ``tokens_per_s``: what these
@@ -162,11 +193,9 @@ def cell_numbers(
         "tokens_per_step": None if per_step is None else round(per_step, 3),
         "acceptance": None if acceptance is None else round(acceptance, 4),
     }
-    most = max((decoding for run in long for decoding, pure, _ in run["steps"] if pure), default=0)
-    if most < batch:
-        numbers["note"] = (
-            f"never more than {most} of {batch} requests decoded together: the KV cache is too small"
-        )
+    note = decoded_apart(long, batch, limits)
+    if note is not None:
+        numbers["note"] = note
     return numbers
 
 
@@ -245,6 +274,13 @@ class Bench:
         self.rpc(bench_probe.take_steps)
         return {"verdict": found.verdict, "text": str(found)}
 
+    def limits(self) -> dict[str, int]:
+        scheduler = self.llm.llm_engine.vllm_config.scheduler_config
+        return {
+            "max_num_seqs": scheduler.max_num_seqs,
+            "verifying": scheduler.max_num_batched_tokens // (1 + self.request["k"]),
+        }
+
     def timed(self, prompts: Sequence[Sequence[int]]) -> tuple[dict[str, Any], dict[str, Any]]:
         """A cell's numbers without a profiler, and what was said (:func:`.greedy.said`)."""
         request, batch = self.request, len(prompts)
@@ -252,7 +288,7 @@ class Bench:
         self.generate(prompts, WARM_UP)
         short = [self.generate(prompts, SHORT) for _ in range(repeats)]
         long = [self.generate(prompts, SHORT + out) for _ in range(repeats)]
-        numbers = cell_numbers(short, long, batch)
+        numbers = cell_numbers(short, long, batch, self.limits())
         # Not timed: logprobs cost time.
         said: dict[str, Any] = self.generate(prompts, SHORT + out, logprobs=2)["said"]
         ids = said["ids"]

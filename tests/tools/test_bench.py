@@ -247,6 +247,9 @@ class FakeLLM:
         self.vllm_config = types.SimpleNamespace(
             compilation_config=types.SimpleNamespace(cudagraph_mode=mode),
             speculative_config=types.SimpleNamespace(num_speculative_tokens=self.k),
+            scheduler_config=types.SimpleNamespace(
+                max_num_seqs=engine["max_num_seqs"], max_num_batched_tokens=8192
+            ),
         )
 
     def collective_rpc(self, function, args=()):
@@ -470,15 +473,46 @@ def test_a_broken_profiler_costs_its_numbers_and_nothing_else(fake_vllm, tmp_pat
     assert cell["builds_per_step"] == 2 and cell["ms_per_step"] > 0
 
 
-def test_a_cache_that_is_too_small_is_noted(fake_vllm, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("most", "said"),
+    [(8, "waited while nothing was prefilled, most likely for room"), (1, "max_num_seqs is 1")],
+)
+def test_requests_that_did_not_decode_together_are_noted(fake_vllm, tmp_path, monkeypatch, most, said):
     run = FakeLLM.generate
 
     def one_by_one(self, prompts, sampling, use_tqdm):
         return [run(self, [prompt], sampling, use_tqdm)[0] for prompt in prompts]
 
     monkeypatch.setattr(FakeLLM, "generate", one_by_one)
-    cell = bench_run.measure(asked_for(tmp_path, profile=False))["cells"]["ctx20_bs3"]
-    assert "never more than 1 of 3 requests" in cell["note"]
+    asked = asked_for(tmp_path, profile=False)
+    asked["engine"]["max_num_seqs"] = most
+    cells = bench_run.measure(asked)["cells"]
+    assert "note" not in cells["ctx20_bs1"]
+    note = cells["ctx20_bs3"]["note"]
+    assert note.startswith("never more than 1 of 3 requests decoded together: ") and said in note
+
+
+PREFILL, LAST = [0, 0, 0], [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "batch", "said"),
+    [
+        ([PREFILL, [1, 0, 1], [2, 0, 2], [3, 1, 3]], 3, None),
+        # A prompt in every step until all have begun; by then the first have ended.
+        ([PREFILL, [1, 0, 1], [2, 0, 2], [2, 0, 2], [1, 1, 1]], 4, "ended before the last prompt"),
+        ([PREFILL, [1, 0, 1], [2, 1, 2], [2, 1, 2], [1, 0, 1], LAST], 4, "never more than 2 of 4 requests"),
+        ([PREFILL, [1, 0, 1], [2, 1, 2], [2, 1, 2], [1, 0, 1], LAST], 4, "room in the KV cache"),
+        # Preempted and prefilled again.
+        ([PREFILL, [3, 1, 3], [2, 1, 2], [2, 0, 2], LAST], 4, "room in the KV cache"),
+        ([PREFILL, [4, 1, 4], [4, 1, 4], [1, 0, 1], LAST], 9, "max_num_batched_tokens are used up"),
+        ([PREFILL, [6, 1, 6], PREFILL, [6, 1, 6]], 9, "max_num_seqs is 6"),
+    ],
+)
+def test_why_requests_did_not_decode_together(steps, batch, said):
+    limits = {"max_num_seqs": 6, "verifying": 4 if batch == 9 else 64}
+    note = bench_run.decoded_apart([run_of(steps, None)], batch, limits)
+    assert note is None if said is None else said in note
 
 
 def test_text_prompts_are_pieces_of_the_text(fake_vllm, tmp_path, monkeypatch):
