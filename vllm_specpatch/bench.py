@@ -7,6 +7,7 @@ Pure at both ends: :func:`request` makes what a child (:mod:`.bench_run`) is ask
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import textwrap
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -311,6 +312,36 @@ def run_child(
     raise ChildFailed(f"{str(said) or f'exit code {child.returncode} without output'}; see {log}")
 
 
+@contextlib.contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """In this block SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does.
+
+    By default they end this process at once, and a child, in a session of its own, keeps the GPU.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers, and only there they would raise
+        return
+    interrupted = False
+
+    def interrupt(*_: Any) -> None:
+        nonlocal interrupted
+        # Once: a closing terminal sends several, and the next one would end the cleaning up.
+        if not interrupted:
+            interrupted = True
+            raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # One that is ignored stays so: nohup. None: set by something that is not Python, nothing to restore.
+    before = {number: old for number, old in before.items() if old not in (signal.SIG_IGN, None)}
+    try:
+        for number in before:
+            signal.signal(number, interrupt)
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
 def kill(child: subprocess.Popen[str]) -> None:
     try:
         os.killpg(child.pid, signal.SIGKILL)
@@ -487,10 +518,20 @@ def plan(arguments: argparse.Namespace, folder: Path) -> list[tuple[Variant, dic
     return asked
 
 
-def bench(arguments: argparse.Namespace) -> int:
-    def complain(text: str) -> None:
-        print(f"vllm-specpatch bench: {text}", file=sys.stderr)
+def complain(text: str) -> None:
+    print(f"vllm-specpatch bench: {text}", file=sys.stderr)
 
+
+def bench(arguments: argparse.Namespace) -> int:
+    try:
+        with signals_interrupt():
+            return measure(arguments)
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return CANNOT_TELL
+
+
+def measure(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec("vllm") is None:
         complain("wanted vLLM in this environment, found none; install the package where vLLM runs")
         return CANNOT_TELL

@@ -402,10 +402,20 @@ def render(geometry: Geometry, results: Sequence[Result], code: int) -> str:
     return "\n".join([*lines, "", f"verdict: {verdict}"])
 
 
-def selftest(arguments: argparse.Namespace) -> int:
-    def complain(text: str) -> None:
-        print(f"vllm-specpatch selftest: {text}", file=sys.stderr)
+def complain(text: str) -> None:
+    print(f"vllm-specpatch selftest: {text}", file=sys.stderr)
 
+
+def selftest(arguments: argparse.Namespace) -> int:
+    try:
+        with bench.signals_interrupt():
+            return check_all(arguments)
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return CANNOT_TELL
+
+
+def check_all(arguments: argparse.Namespace) -> int:
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 

@@ -2,13 +2,16 @@
 it."""
 
 import ast
+import contextlib
 import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import types
 import xml.etree.ElementTree as ElementTree
@@ -730,12 +733,120 @@ def test_a_child_that_hangs_leaves_no_process(child, tmp_path):
             """,
             timeout=3.0,
         )
-    pid = int((tmp_path / "pid").read_text())
+    assert all_gone([int((tmp_path / "pid").read_text())]), "the worker is still running"
+
+
+#: A command as a process of its own, with a child of ours that waits beside a worker.
+WAITING = """
+import pathlib, subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+pids = pathlib.Path(__file__).with_name("pids")
+pids.with_suffix(".new").write_text(f"{os.getpid()} {worker.pid}")
+pids.with_suffix(".new").rename(pids)
+time.sleep(60)
+"""
+COMMANDS = {
+    "bench": "sys.exit(cli.main(['bench', '--model', 'dummy', '--backends', 'stock']))",
+    "selftest": """
+from vllm_specpatch import selftest
+selftest.check_planner = selftest.check_decision = selftest.check_prebuilt = lambda *a: "good"
+selftest.kernel_results = lambda *a: []
+sys.exit(cli.main(["selftest", "--gpu"]))
+""",
+}
+
+
+@pytest.fixture
+def commanding(tmp_path, clean_environment):
+    """Starts a command, waits for its child; returns the process and the ids of its child and worker."""
+    started = []
+
+    def start(command, before=""):
+        (tmp_path / "childish.py").write_text("import os" + WAITING)
+        code = (
+            f"import signal, sys\n{before}\nfrom vllm_specpatch import bench, cli\nbench.CHILD = 'childish'\n"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", code + COMMANDS[command]],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={**clean_environment(), "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        )
+        started.append(process)
+        for _ in range(600):
+            if (tmp_path / "pids").exists():
+                return process, [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        pytest.fail("the command started no child")
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    if (tmp_path / "pids").exists():
+        for pid in (tmp_path / "pids").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def all_gone(pids):
     for _ in range(100):  # a killed process stays until its parent, now init, has noticed
-        if not alive(pid):
-            return
+        if not any(map(alive, pids)):
+            return True
         time.sleep(0.05)
-    pytest.fail("the worker is still running")
+    return False
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "said"),
+    [
+        ("bench", signal.SIGTERM, "vllm-specpatch bench: interrupted while stock ran"),
+        ("bench", signal.SIGHUP, "vllm-specpatch bench: interrupted while stock ran"),
+        ("bench", signal.SIGINT, "vllm-specpatch bench: interrupted while stock ran"),
+        ("selftest", signal.SIGTERM, "vllm-specpatch selftest: interrupted"),
+    ],
+)
+def test_a_signal_ends_the_child_too(commanding, command, number, said):
+    process, pids = commanding(command)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 2 and errors.splitlines()[-1] == said
+    assert all_gone(pids), "the child kept the GPU"
+
+
+def test_nohup_stays(commanding):
+    process, pids = commanding("bench", "signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert process.poll() is None and all(map(alive, pids))
+
+
+def test_handlers_are_put_back():
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    with pytest.raises(KeyboardInterrupt), bench.signals_interrupt():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        finally:
+            os.kill(os.getpid(), signal.SIGHUP)  # does not disturb what is closed here
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_another_thread_sets_no_handlers():
+    seen = []
+
+    def look():
+        with bench.signals_interrupt():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGTERM)]
 
 
 def alive(pid):
