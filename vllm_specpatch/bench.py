@@ -354,8 +354,8 @@ def kill(child: subprocess.Popen[str]) -> None:
 
 def compare(results: Sequence[dict[str, Any]]) -> None:
     """Adds to every cell how it stands to the first result's: ``ratio`` (below 1 is faster), ``noise`` (True
-    if the difference is within the runs' spread), ``tokens_verdict`` (equal, rounding or differ) and
-    ``tokens_vs_first``, a line. Takes the token lists out."""
+    if the difference is within the runs' spread, None where single runs have none), ``tokens_verdict``
+    (equal, rounding or differ) and ``tokens_vs_first``, a line. Takes the token lists out."""
     first = results[0]
     lists = [result.pop("tokens") for result in results]
     for result, tokens in zip(results, lists):
@@ -365,8 +365,9 @@ def compare(results: Sequence[dict[str, Any]]) -> None:
             cell["tokens_verdict"], cell["tokens_vs_first"] = found.verdict, str(found)
             if "ms_per_step" in cell and "ms_per_step" in base:
                 cell["ratio"] = round(cell["ms_per_step"] / base["ms_per_step"], 3)
-                spread = max(cell["spread_ms"], base["spread_ms"])
-                cell["noise"] = abs(cell["ms_per_step"] - base["ms_per_step"]) <= spread
+                spreads = [cell["spread_ms"], base["spread_ms"]]
+                apart = abs(cell["ms_per_step"] - base["ms_per_step"])
+                cell["noise"] = None if None in spreads else apart <= max(spreads)
 
 
 def text_of(value: float | None, form: str = "", missing: str = "-") -> str:
@@ -385,9 +386,10 @@ def render(results: Sequence[Mapping[str, Any]], repeats: int) -> str:
     lines = []
     head = results[0]
     ranks = "" if head["ranks"] == 1 else f" x{head['ranks']}"
+    runs = f"best of {repeats}" if repeats > 1 else "a single run"
     lines.append(
         f"{head['gpu']}{ranks}, vLLM {head['versions']['vllm']}, "
-        f"torch {head['versions']['torch']}, V{head['runner']} runner; best of {repeats}"
+        f"torch {head['versions']['torch']}, V{head['runner']} runner; {runs}"
     )
     columns = (
         f"{'cell':13}{'ms/step':>9}{'spread':>8}{'ratio':>9}{'tokens/s':>10}{'tok/step':>9}"
@@ -405,12 +407,11 @@ def render(results: Sequence[Mapping[str, Any]], repeats: int) -> str:
             if "ms_per_step" not in cell:
                 lines.append(f"{name:13}{cell['note']}")
                 continue
-            ratio = text_of(cell.get("ratio"), ".3f") + (
-                "~" if cell.get("noise") and result is not head else " "
-            )
+            sign = {True: "~", False: " ", None: "?"}[cell.get("noise", False)]
+            ratio = text_of(cell.get("ratio"), ".3f") + (" " if result is head else sign)
             idle = text_of(cell.get("gpu_idle_share"), ".0%")
             lines.append(
-                f"{name:13}{cell['ms_per_step']:9.3f}{cell['spread_ms']:8.3f}{ratio:>9}"
+                f"{name:13}{cell['ms_per_step']:9.3f}{text_of(cell['spread_ms'], '.3f'):>8}{ratio:>9}"
                 f"{text_of(cell['tokens_per_s'], '.0f'):>10}"
                 f"{text_of(cell['tokens_per_step'], '.2f'):>9}"
                 f"{text_of(cell.get('host_us_per_build'), '.0f'):>9}{idle:>9}"
@@ -426,7 +427,8 @@ def render(results: Sequence[Mapping[str, Any]], repeats: int) -> str:
             lines += [f"{'':13}{note}" for note in notes if note]
     lines.append("")
     lines += textwrap.wrap(
-        "ratio: ms/step over the first variant's, ~ within the spread of the runs. tok/step: per request. "
+        "ratio: ms/step over the first variant's, ~ within the spread of the runs, ? of single runs, whose "
+        "noise is unknown. tok/step: per request. "
         "us/build: "
         "host time of one attention metadata build, waiting for the GPU included. GPU idle: share of a "
         "decode "
@@ -447,7 +449,7 @@ def series_of(results: Sequence[Mapping[str, Any]]) -> list[chart.Panel]:
             if "ms_per_step" in cell:
                 context, batch = (int(part[3 if i == 0 else 2 :]) for i, part in enumerate(name.split("_")))
                 points = cells.setdefault(context, {}).setdefault(label_of(result), [])
-                points.append((batch, cell["ms_per_step"], cell["spread_ms"]))
+                points.append((batch, cell["ms_per_step"], cell["spread_ms"] or 0.0))
     return [chart.Panel(f"context {context}", lines) for context, lines in sorted(cells.items())]
 
 
@@ -638,7 +640,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     p.add_argument("--batch", default="1,8,32", help="requests at once (default 1,8,32)")
     p.add_argument("--context", default="1024,8192", help="prompt tokens (default 1024,8192)")
     p.add_argument("--out", type=int, default=128, help="tokens that are timed per request (default 128)")
-    p.add_argument("--repeats", type=int, default=3, help="runs per cell (default 3)")
+    p.add_argument("--repeats", type=int, default=3, help="runs per cell (default 3; 1 tells no noise)")
     p.add_argument("--text", metavar="FILE", help="prompts are pieces of this text (default: random tokens)")
     p.add_argument("--load-format", help="as vLLM's option; 'dummy' needs no weights")
     p.add_argument("--kv-cache-dtype", help="as vLLM's option")

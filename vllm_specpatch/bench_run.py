@@ -172,8 +172,9 @@ def cell_numbers(
     :func:`decoded_apart`.
 
     ``ms_per_step`` of the best long and the best short run; ``spread_ms``: how far the long runs lie apart,
-    per step; ``tokens_per_step``: per request, 1 + k if every draft is accepted; ``tokens_per_s``: what these
-    steps give at that rate, also the tokens that are cut off at a generation's end.
+    per step, None of a single run; ``tokens_per_step``: per request, 1 + k if every draft is accepted;
+    ``tokens_per_s``: what these steps give at that rate, also the tokens that are cut off at a generation's
+    end.
     """
     best_short, best_long = (min(runs, key=lambda run: run["seconds"]) for runs in (short, long))
     seconds = best_long["seconds"] - best_short["seconds"]
@@ -187,7 +188,7 @@ def cell_numbers(
     per_step, acceptance = draft_rate(best_long)
     numbers: dict[str, Any] = {
         "ms_per_step": round(seconds / steps * 1e3, 3),
-        "spread_ms": round((max(times) - min(times)) / steps * 1e3, 3),
+        "spread_ms": round((max(times) - min(times)) / steps * 1e3, 3) if len(times) > 1 else None,
         "tokens_per_s": None if per_step is None else round(per_step * busy / seconds, 1),
         "steps": steps,
         "tokens_per_step": None if per_step is None else round(per_step, 3),

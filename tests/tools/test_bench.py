@@ -919,6 +919,24 @@ def test_ratios_noise_and_tokens():
     assert panel.lines["patched (native)"] == [(8, 5.0, 0.1)]
 
 
+def test_single_runs_tell_no_noise(fake_vllm, tmp_path):
+    [cell, _] = bench_run.measure(asked_for(tmp_path, repeats=1, profile=False))["cells"].values()
+    assert cell["spread_ms"] is None
+    results = [
+        result("stock", 10.0, [[1]], spread=None),
+        result("patched", 9.9, [[1]], "native", spread=None),
+        result("flash_attn", 9.9, [[1]], spread=0.2),
+    ]
+    bench.compare(results)
+    assert [one["cells"]["ctx1024_bs8"]["noise"] for one in results] == [None, None, None]
+    text = bench.render(results, 1)
+    assert "0.990?" in text and "1.000 " in text and "a single run" in text
+    assert "? of single runs" in text
+    [panel] = bench.series_of(results)
+    assert panel.lines["patched (native)"] == [(8, 9.9, 0.0)]
+    assert json.loads(json.dumps(results)) == results
+
+
 def test_a_cell_without_a_time_is_shown_with_its_reason():
     broken = result("stock", 1.0, [[1]])
     broken["cells"]["ctx1024_bs8"] = {"note": "no decode step can be told", "repeatable": True}
