@@ -11,7 +11,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 
 from . import __version__, bench_probe, bench_run, chart, greedy
 from .exit_codes import CANNOT_TELL, GOOD, WRONG
+from .last_words import LastWords
 
 WIDTH = 110
 CHILD = "vllm_specpatch.bench_run"
@@ -224,31 +224,6 @@ CHILD_ENVIRONMENT = {
 }
 #: Parts of the names of variables that are nobody's business.
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
-
-
-#: The end of a traceback, also behind a rank or in a line of vLLM's log.
-EXCEPTION = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?:: .*)?)$")
-#: What may be said after the cause: log lines, torch's farewell, an exception that names another one.
-NO_CAUSE = re.compile(r"\b(?:INFO|WARNING|Warning)\b|See root cause above")
-
-
-class LastWords:
-    """Of a process that ended without a result, the line that says why: the last exception or the last line.
-
-    torch's and vLLM's own farewells come after the exception ("destroy_process_group() was not called")."""
-
-    def __init__(self) -> None:
-        self._exception = self._line = ""
-
-    def hear(self, line: str) -> None:
-        line = line.strip()
-        self._line = line or self._line
-        found = EXCEPTION.search(line)
-        if found and not NO_CAUSE.search(line):
-            self._exception = found[1]
-
-    def __str__(self) -> str:
-        return (self._exception or self._line)[:300]
 
 
 def run_child(

@@ -693,6 +693,11 @@ def test_a_child_that_dies_is_one_line(child):
         child("raise ValueError('no memory')")
 
 
+def test_a_child_says_what_its_configuration_lacked(child):
+    with pytest.raises(bench.ChildFailed, match=r"^m\.ValidationError: 1 error for C k Input is wrong; see "):
+        child(r"sys.exit('m.ValidationError: 1 error for C\nk\n  Input is wrong\n  For further information')")
+
+
 LAST_WORDS = [
     ("[rank0]: AssertionError: Error in memory profiling. Initial free memory 42.45 GiB, current 43.12",),
     ("(EngineCore_DP0 pid=7) ERROR 11-30 20:39:38 [core.py:842] torch.OutOfMemoryError: CUDA out of memory.",
