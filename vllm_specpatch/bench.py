@@ -7,23 +7,24 @@ Pure at both ends: :func:`request` makes what a child (:mod:`.bench_run`) is ask
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import __version__, bench_probe, bench_run, chart, greedy
 from .exit_codes import CANNOT_TELL, GOOD, WRONG
+from .last_words import LastWords
 
 WIDTH = 110
 CHILD = "vllm_specpatch.bench_run"
@@ -225,31 +226,6 @@ CHILD_ENVIRONMENT = {
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
-#: The end of a traceback, also behind a rank or in a line of vLLM's log.
-EXCEPTION = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?:: .*)?)$")
-#: What may be said after the cause: log lines, torch's farewell, an exception that names another one.
-NO_CAUSE = re.compile(r"\b(?:INFO|WARNING|Warning)\b|See root cause above")
-
-
-class LastWords:
-    """Of a process that ended without a result, the line that says why: the last exception or the last line.
-
-    torch's and vLLM's own farewells come after the exception ("destroy_process_group() was not called")."""
-
-    def __init__(self) -> None:
-        self._exception = self._line = ""
-
-    def hear(self, line: str) -> None:
-        line = line.strip()
-        self._line = line or self._line
-        found = EXCEPTION.search(line)
-        if found and not NO_CAUSE.search(line):
-            self._exception = found[1]
-
-    def __str__(self) -> str:
-        return (self._exception or self._line)[:300]
-
-
 def run_child(
     asked: Mapping[str, Any],
     environment: Mapping[str, str],
@@ -311,6 +287,36 @@ def run_child(
     raise ChildFailed(f"{str(said) or f'exit code {child.returncode} without output'}; see {log}")
 
 
+@contextlib.contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """In this block SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does.
+
+    By default they end this process at once, and a child, in a session of its own, keeps the GPU.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers, and only there they would raise
+        return
+    interrupted = False
+
+    def interrupt(*_: Any) -> None:
+        nonlocal interrupted
+        # Once: a closing terminal sends several, and the next one would end the cleaning up.
+        if not interrupted:
+            interrupted = True
+            raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # One that is ignored stays so: nohup. None: set by something that is not Python, nothing to restore.
+    before = {number: old for number, old in before.items() if old not in (signal.SIG_IGN, None)}
+    try:
+        for number in before:
+            signal.signal(number, interrupt)
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
 def kill(child: subprocess.Popen[str]) -> None:
     try:
         os.killpg(child.pid, signal.SIGKILL)
@@ -323,8 +329,8 @@ def kill(child: subprocess.Popen[str]) -> None:
 
 def compare(results: Sequence[dict[str, Any]], scale: float = greedy.TRAINED) -> None:
     """Adds to every cell how it stands to the first result's: ``ratio`` (below 1 is faster), ``noise`` (True
-    if the difference is within the runs' spread), ``tokens_verdict`` (equal, rounding or differ) and
-    ``tokens_vs_first``, a line. Takes the token lists out."""
+    if the difference is within the runs' spread, None where single runs have none), ``tokens_verdict``
+    (equal, rounding or differ) and ``tokens_vs_first``, a line. Takes the token lists out."""
     first = results[0]
     lists = [result.pop("tokens") for result in results]
     for result, tokens in zip(results, lists):
@@ -334,8 +340,9 @@ def compare(results: Sequence[dict[str, Any]], scale: float = greedy.TRAINED) ->
             cell["tokens_verdict"], cell["tokens_vs_first"] = found.verdict, str(found)
             if "ms_per_step" in cell and "ms_per_step" in base:
                 cell["ratio"] = round(cell["ms_per_step"] / base["ms_per_step"], 3)
-                spread = max(cell["spread_ms"], base["spread_ms"])
-                cell["noise"] = abs(cell["ms_per_step"] - base["ms_per_step"]) <= spread
+                spreads = [cell["spread_ms"], base["spread_ms"]]
+                apart = abs(cell["ms_per_step"] - base["ms_per_step"])
+                cell["noise"] = None if None in spreads else apart <= max(spreads)
 
 
 def text_of(value: float | None, form: str = "", missing: str = "-") -> str:
@@ -354,9 +361,10 @@ def render(results: Sequence[Mapping[str, Any]], repeats: int) -> str:
     lines = []
     head = results[0]
     ranks = "" if head["ranks"] == 1 else f" x{head['ranks']}"
+    runs = f"best of {repeats}" if repeats > 1 else "a single run"
     lines.append(
         f"{head['gpu']}{ranks}, vLLM {head['versions']['vllm']}, "
-        f"torch {head['versions']['torch']}, V{head['runner']} runner; best of {repeats}"
+        f"torch {head['versions']['torch']}, V{head['runner']} runner; {runs}"
     )
     columns = (
         f"{'cell':13}{'ms/step':>9}{'spread':>8}{'ratio':>9}{'tokens/s':>10}{'tok/step':>9}"
@@ -374,14 +382,14 @@ def render(results: Sequence[Mapping[str, Any]], repeats: int) -> str:
             if "ms_per_step" not in cell:
                 lines.append(f"{name:13}{cell['note']}")
                 continue
-            ratio = text_of(cell.get("ratio"), ".3f") + (
-                "~" if cell.get("noise") and result is not head else " "
-            )
+            sign = {True: "~", False: " ", None: "?"}[cell.get("noise", False)]
+            ratio = text_of(cell.get("ratio"), ".3f") + (" " if result is head else sign)
             idle = text_of(cell.get("gpu_idle_share"), ".0%")
             lines.append(
-                f"{name:13}{cell['ms_per_step']:9.3f}{cell['spread_ms']:8.3f}{ratio:>9}"
-                f"{cell['tokens_per_s']:10.0f}"
-                f"{cell['tokens_per_step']:9.2f}{text_of(cell.get('host_us_per_build'), '.0f'):>9}{idle:>9}"
+                f"{name:13}{cell['ms_per_step']:9.3f}{text_of(cell['spread_ms'], '.3f'):>8}{ratio:>9}"
+                f"{text_of(cell['tokens_per_s'], '.0f'):>10}"
+                f"{text_of(cell['tokens_per_step'], '.2f'):>9}"
+                f"{text_of(cell.get('host_us_per_build'), '.0f'):>9}{idle:>9}"
                 f"  {drafter_of(cell):16}{cell.get('tokens_verdict', '-')}"
             )
             notes = [cell.get("note"), cell.get("profiler_error")]
@@ -394,7 +402,8 @@ def render(results: Sequence[Mapping[str, Any]], repeats: int) -> str:
             lines += [f"{'':13}{note}" for note in notes if note]
     lines.append("")
     lines += textwrap.wrap(
-        "ratio: ms/step over the first variant's, ~ within the spread of the runs. tok/step: per request. "
+        "ratio: ms/step over the first variant's, ~ within the spread of the runs, ? of single runs, whose "
+        "noise is unknown. tok/step: per request. "
         "us/build: "
         "host time of one attention metadata build, waiting for the GPU included. GPU idle: share of a "
         "decode "
@@ -415,7 +424,7 @@ def series_of(results: Sequence[Mapping[str, Any]]) -> list[chart.Panel]:
             if "ms_per_step" in cell:
                 context, batch = (int(part[3 if i == 0 else 2 :]) for i, part in enumerate(name.split("_")))
                 points = cells.setdefault(context, {}).setdefault(label_of(result), [])
-                points.append((batch, cell["ms_per_step"], cell["spread_ms"]))
+                points.append((batch, cell["ms_per_step"], cell["spread_ms"] or 0.0))
     return [chart.Panel(f"context {context}", lines) for context, lines in sorted(cells.items())]
 
 
@@ -486,10 +495,20 @@ def plan(arguments: argparse.Namespace, folder: Path) -> list[tuple[Variant, dic
     return asked
 
 
-def bench(arguments: argparse.Namespace) -> int:
-    def complain(text: str) -> None:
-        print(f"vllm-specpatch bench: {text}", file=sys.stderr)
+def complain(text: str) -> None:
+    print(f"vllm-specpatch bench: {text}", file=sys.stderr)
 
+
+def bench(arguments: argparse.Namespace) -> int:
+    try:
+        with signals_interrupt():
+            return measure(arguments)
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return CANNOT_TELL
+
+
+def measure(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec("vllm") is None:
         complain("wanted vLLM in this environment, found none; install the package where vLLM runs")
         return CANNOT_TELL
@@ -515,6 +534,8 @@ def bench(arguments: argparse.Namespace) -> int:
                 done += 1
                 ms = f"{data['ms_per_step']:.3f} ms/step" if "ms_per_step" in data else data["note"]
                 print(f"{label}: {done}/{cells} {data['cell']} {ms}", file=sys.stderr, flush=True)
+            elif data["phase"] == "profile":
+                print(f"{label}: all timed; now with the profiler", file=sys.stderr, flush=True)
             else:
                 print(f"{label}: starting vLLM ({what})", file=sys.stderr, flush=True)
 
@@ -594,7 +615,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     p.add_argument("--batch", default="1,8,32", help="requests at once (default 1,8,32)")
     p.add_argument("--context", default="1024,8192", help="prompt tokens (default 1024,8192)")
     p.add_argument("--out", type=int, default=128, help="tokens that are timed per request (default 128)")
-    p.add_argument("--repeats", type=int, default=3, help="runs per cell (default 3)")
+    p.add_argument("--repeats", type=int, default=3, help="runs per cell (default 3; 1 tells no noise)")
     p.add_argument("--text", metavar="FILE", help="prompts are pieces of this text (default: random tokens)")
     p.add_argument("--load-format", help="as vLLM's option; 'dummy' needs no weights")
     p.add_argument("--kv-cache-dtype", help="as vLLM's option")

@@ -1,7 +1,7 @@
 """What ``bench`` looks at inside vLLM's worker processes. Reached through ``collective_rpc``, by reference.
 
 The timed runs see one thing of it: a note per step of how many requests it had. Everything that costs time
-(build timers, the torch profiler) runs in windows of their own, armed for one more generation after the
+(build timers, the torch profiler) runs in windows of their own, armed for one more generation after all
 timing. All windows are of *decode* steps: every request of the batch verifies or decodes, none prefills.
 """
 
@@ -66,7 +66,8 @@ def watch(worker: Any, k: int) -> None:
 
 
 def take_steps(worker: Any) -> list[list[int]]:
-    """``[decoding requests, 1 if nothing else ran]`` per step since the last call."""
+    """``[decoding requests, 1 if nothing else ran, how many of them had drafts]`` per step since the last
+    call."""
     probe = _probe(worker)
     steps, probe.steps = probe.steps, []
     return steps
@@ -80,6 +81,41 @@ def arm(worker: Any, requests: int) -> None:
 def take_windows(worker: Any) -> dict[str, Any]:
     """What the windows saw; a window that did not come to its end is absent. Ends what still runs."""
     return _probe(worker).finish()
+
+
+# -- the scheduler, in the process of the engine's core ---------------------------------------------
+
+
+class Drafts:
+    """vLLM's own verdict on drafts, per request and step, before a generation is cut at its last token."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._found = [0, 0, 0]
+        make = scheduler.make_spec_decoding_stats
+
+        # Called for each request that verified, also where no statistics are kept.
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            verified, proposed, accepted = self._found
+            self._found = [
+                verified + 1,
+                proposed + kwargs["num_draft_tokens"],
+                accepted + kwargs["num_accepted_tokens"],
+            ]
+            return make(*args, **kwargs)
+
+        scheduler.make_spec_decoding_stats = counted
+
+    def take(self) -> list[int]:
+        """``[verifications, proposed tokens, accepted tokens]`` since the last call."""
+        found, self._found = self._found, [0, 0, 0]
+        return found
+
+
+def watch_drafts(llm: Any) -> Drafts | None:
+    """None if the engine's core is not in this process, or laid out in a way that is not known."""
+    core = getattr(getattr(llm.llm_engine, "engine_core", None), "engine_core", None)
+    scheduler = getattr(core, "scheduler", None)
+    return Drafts(scheduler) if hasattr(scheduler, "make_spec_decoding_stats") else None
 
 
 # -- the runner ------------------------------------------------------------------------------------
@@ -202,10 +238,15 @@ class Probe:
         scheduled = scheduler_output.num_scheduled_tokens
         if not scheduled:
             return
-        fresh = {request.req_id for request in scheduler_output.scheduled_new_reqs}
-        decoding = sum(n <= 1 + self._k and name not in fresh for name, n in scheduled.items())
+        # The last piece of a prompt may be as short as a decode.
+        cached = scheduler_output.scheduled_cached_reqs
+        prefill = {request.req_id for request in scheduler_output.scheduled_new_reqs}
+        prefill.update(name for name, said in zip(cached.req_ids, cached.num_output_tokens) if not said)
+        names = [name for name, n in scheduled.items() if n <= 1 + self._k and name not in prefill]
+        drafted = sum(name in scheduler_output.scheduled_spec_decode_tokens for name in names)
+        decoding = len(names)
         pure = decoding == len(scheduled)
-        self.steps.append([decoding, int(pure)])
+        self.steps.append([decoding, int(pure), drafted])
         if self._todo or self._window:
             try:
                 self._advance(pure and decoding == self._requests)

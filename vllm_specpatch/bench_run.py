@@ -114,16 +114,67 @@ def text_prompts(tokens: Sequence[int], context: int, batch: int) -> list[list[i
 
 def decoded(steps: Sequence[Sequence[int]]) -> tuple[int, int]:
     """(steps, decoding requests in all of them together)."""
-    return len(steps), sum(decoding for decoding, _ in steps)
+    return len(steps), sum(decoding for decoding, _, _ in steps)
+
+
+def draft_rate(run: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """(tokens per step and request, accepted share of the proposed tokens) of one run; None for what was not
+    seen.
+
+    Not from the tokens that a run returns: the last step of a generation verifies tokens that are then cut
+    off, and in one of :data:`SHORT` tokens all but one are. By what is returned the acceptance was off by up
+    to some (1 + k) / ``out``, in either direction: above 1 where every draft is accepted.
+    """
+    without = sum(decoding - drafted for decoding, _, drafted in run["steps"])  # one token each
+    drafted = sum(drafted for _, _, drafted in run["steps"])
+    if drafted and not (run["drafts"] and run["drafts"][0]):
+        return None, None
+    verified, proposed, accepted = run["drafts"] or (0, 0, 0)
+    if not verified + without:
+        return None, None
+    return 1 + accepted / (verified + without), accepted / proposed if proposed else None
+
+
+def decoded_apart(runs: Sequence[Mapping[str, Any]], batch: int, limits: Mapping[str, int]) -> str | None:
+    """That a batch never decoded as a whole, and why, in one line; None if it did.
+
+    ``limits``: of vLLM's scheduler, ``max_num_seqs`` and ``verifying``, the requests whose 1 + k tokens fit
+    into a step. A prompt is not kept waiting in a step without prefill but for want of room, so steps before
+    a prefill tell the KV cache from prompts that take longer than the first requests live.
+    """
+    most = max((decoding for run in runs for decoding, pure, _ in run["steps"] if pure), default=0)
+    if most >= batch:
+        return None
+    if most >= limits["max_num_seqs"]:
+        why = f"max_num_seqs is {limits['max_num_seqs']}"
+    elif most >= limits["verifying"]:
+        why = "a step's max_num_batched_tokens are used up by their tokens and drafts"
+    elif any(waited(run["steps"]) for run in runs):
+        why = "others waited while nothing was prefilled, most likely for room in the KV cache"
+    else:
+        why = "the first ended before the last prompt was prefilled; a larger --out keeps them longer"
+    return f"never more than {most} of {batch} requests decoded together: {why}"
+
+
+def waited(steps: Sequence[Sequence[int]]) -> bool:
+    """Whether a prefill came after a step without one."""
+    kinds = [pure for _, pure, _ in steps]
+    return 1 in kinds and 0 in kinds[kinds.index(1) :]
 
 
 def cell_numbers(
-    short: Sequence[Mapping[str, Any]], long: Sequence[Mapping[str, Any]], batch: int, k: int
+    short: Sequence[Mapping[str, Any]],
+    long: Sequence[Mapping[str, Any]],
+    batch: int,
+    limits: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Numbers of one cell from its runs, each ``{"seconds", "steps", "tokens"}``.
+    """Numbers of one cell from its runs, each ``{"seconds", "steps", "drafts"}``; ``limits`` as in
+    :func:`decoded_apart`.
 
-    ``ms_per_step`` and ``tokens_per_s`` of the best long and the best short run; ``spread_ms``: how far the
-    long runs lie apart, per step; ``tokens_per_step``: per request, 1 + k if every draft is accepted.
+    ``ms_per_step`` of the best long and the best short run; ``spread_ms``: how far the long runs lie apart,
+    per step, None of a single run; ``tokens_per_step``: per request, 1 + k if every draft is accepted;
+    ``tokens_per_s``: what these steps give at that rate, also the tokens that are cut off at a generation's
+    end.
     """
     best_short, best_long = (min(runs, key=lambda run: run["seconds"]) for runs in (short, long))
     seconds = best_long["seconds"] - best_short["seconds"]
@@ -131,23 +182,21 @@ def cell_numbers(
         decoded(run["steps"]) for run in (best_long, best_short)
     )
     steps, busy = steps_long - steps_short, busy_long - busy_short
-    tokens = best_long["tokens"] - best_short["tokens"]
     if steps < 1 or busy < 1 or seconds <= 0:
         return {"note": f"no decode step can be told from the prefill ({steps} steps, {seconds:.4f} s)"}
     times = [run["seconds"] for run in long]
+    per_step, acceptance = draft_rate(best_long)
     numbers: dict[str, Any] = {
         "ms_per_step": round(seconds / steps * 1e3, 3),
-        "spread_ms": round((max(times) - min(times)) / steps * 1e3, 3),
-        "tokens_per_s": round(tokens / seconds, 1),
+        "spread_ms": round((max(times) - min(times)) / steps * 1e3, 3) if len(times) > 1 else None,
+        "tokens_per_s": None if per_step is None else round(per_step * busy / seconds, 1),
         "steps": steps,
-        "tokens_per_step": round(tokens / busy, 3),
-        "acceptance": round((tokens / busy - 1) / k, 4) if k else None,
+        "tokens_per_step": None if per_step is None else round(per_step, 3),
+        "acceptance": None if acceptance is None else round(acceptance, 4),
     }
-    most = max((decoding for run in long for decoding, pure in run["steps"] if pure), default=0)
-    if most < batch:
-        numbers["note"] = (
-            f"never more than {most} of {batch} requests decoded together: the KV cache is too small"
-        )
+    note = decoded_apart(long, batch, limits)
+    if note is not None:
+        numbers["note"] = note
     return numbers
 
 
@@ -188,6 +237,7 @@ class Bench:
 
     def __init__(self, request: Mapping[str, Any], llm: Any) -> None:
         self.request, self.llm = request, llm
+        self.drafts = bench_probe.watch_drafts(llm)
 
     def rpc(self, function: Any, *args: Any) -> list[Any]:
         answers: list[Any] = self.llm.llm_engine.collective_rpc(function, args=args)
@@ -207,7 +257,8 @@ class Bench:
         seconds = time.perf_counter() - started
         ids = [list(output.outputs[0].token_ids) for output in outputs]
         steps = self.rpc(bench_probe.take_steps)[0]
-        result = {"seconds": seconds, "steps": steps, "tokens": sum(map(len, ids)), "ids": ids}
+        drafts = self.drafts and self.drafts.take()
+        result = {"seconds": seconds, "steps": steps, "drafts": drafts, "ids": ids}
         if logprobs is not None:
             result["said"] = greedy.said([output.outputs[0] for output in outputs])
         return result
@@ -224,13 +275,21 @@ class Bench:
         self.rpc(bench_probe.take_steps)
         return {"verdict": found.verdict, "text": str(found)}
 
-    def cell(self, prompts: Sequence[Sequence[int]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def limits(self) -> dict[str, int]:
+        scheduler = self.llm.llm_engine.vllm_config.scheduler_config
+        return {
+            "max_num_seqs": scheduler.max_num_seqs,
+            "verifying": scheduler.max_num_batched_tokens // (1 + self.request["k"]),
+        }
+
+    def timed(self, prompts: Sequence[Sequence[int]]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """A cell's numbers without a profiler, and what was said (:func:`.greedy.said`)."""
         request, batch = self.request, len(prompts)
-        k, out, repeats = request["k"], request["out"], request["repeats"]
+        out, repeats = request["out"], request["repeats"]
         self.generate(prompts, WARM_UP)
         short = [self.generate(prompts, SHORT) for _ in range(repeats)]
         long = [self.generate(prompts, SHORT + out) for _ in range(repeats)]
-        numbers = cell_numbers(short, long, batch, k)
+        numbers = cell_numbers(short, long, batch, self.limits())
         # Not timed: logprobs cost time.
         said: dict[str, Any] = self.generate(prompts, SHORT + out, logprobs=2)["said"]
         ids = said["ids"]
@@ -238,15 +297,16 @@ class Bench:
         numbers["repeatable"] = all(run["ids"] == ids for run in long)
         if request["by_prefill"]:
             numbers["by_prefill"] = self.by_prefill(prompts, said)
-        if request["profile"]:
-            self.rpc(bench_probe.arm, batch)
-            per_step = numbers.get("tokens_per_step", 1.0)
-            # A quarter more than the rate that was measured, and never more than the model's length leaves
-            # room for.
-            wanted = math.ceil(bench_probe.steps_needed() * max(per_step, 1.0) * 1.25)
-            self.generate(prompts, min(SHORT + wanted, request["profile_tokens"]))
-            numbers |= window_numbers(self.rpc(bench_probe.take_windows)[0])
         return numbers, said
+
+    def profiled(self, prompts: Sequence[Sequence[int]], per_step: float) -> dict[str, Any]:
+        """What the windows see; ``per_step``: the tokens per step and request that were measured."""
+        self.rpc(bench_probe.arm, len(prompts))
+        # A quarter more than the rate that was measured, and never more than the model's length leaves room
+        # for.
+        wanted = math.ceil(bench_probe.steps_needed() * max(per_step, 1.0) * 1.25)
+        self.generate(prompts, min(SHORT + wanted, self.request["profile_tokens"]))
+        return window_numbers(self.rpc(bench_probe.take_windows)[0])
 
 
 def measure(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,18 +365,28 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
             return {**result, "cannot": f"the text {request['text']} has no tokens"}
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
     rng = random.Random(request["seed"])
+    asked = {
+        f"ctx{context}_bs{batch}": text_prompts(text, context, batch)
+        if text
+        else random_prompts(vocabulary, context, batch, rng)
+        for context in request["contexts"]
+        for batch in request["batches"]
+    }
     result["cells"], result["tokens"] = {}, {}
-    for context in request["contexts"]:
-        for batch in request["batches"]:
-            prompts = (
-                text_prompts(text, context, batch)
-                if text
-                else random_prompts(vocabulary, context, batch, rng)
-            )
-            name = f"ctx{context}_bs{batch}"
-            numbers, result["tokens"][name] = bench.cell(prompts)
-            result["cells"][name] = numbers
-            say("PROGRESS", {"cell": name, **numbers})
+    for name, prompts in asked.items():
+        numbers, result["tokens"][name] = bench.timed(prompts)
+        result["cells"][name] = numbers
+        say("PROGRESS", {"cell": name, **numbers})
+    if request["profile"]:
+        say("PROGRESS", {"phase": "profile"})
+        # After all timings: where torch's profiler has been, graphs are launched more slowly (stock, batch 1
+        # at 8192, right after a trace: 24 ms a step instead of 13).
+        for name, prompts in asked.items():
+            numbers = result["cells"][name]
+            try:
+                numbers |= bench.profiled(prompts, numbers.get("tokens_per_step") or 1.0)
+            except Exception as e:  # the timings must not be lost with it
+                numbers["profiler_error"] = f"{type(e).__name__}: {e}"
     return result
 
 

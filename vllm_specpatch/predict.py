@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from typing import Any
 
 from .exit_codes import CANNOT_TELL, GOOD
 from .hooks import SERIES_MODULE
+from .last_words import last_words
 
 PROBE_MODULE = f"{SERIES_MODULE}.predict_probe"
 PROBE_TIMEOUT_S = 300
@@ -24,9 +24,6 @@ ROWS = (
     ("cudagraph_mode", "cudagraph_mode"),
     ("route", "route"),
 )
-
-
-_EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Refused|SystemExit)\b")
 
 
 class ProbeFailed(RuntimeError):
@@ -46,15 +43,6 @@ def ask(side: str, options: dict[str, Any]) -> dict[str, Any]:
             result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
             return result
     raise ProbeFailed(last_words(done.stderr or done.stdout) or f"exit code {done.returncode} without output")
-
-
-def last_words(output: str) -> str:
-    """Why a process ended: its last exception with the lines that belong to it (pydantic says below it what
-    was wrong), or its last line."""
-    said = [line.strip() for line in output.splitlines() if line.strip()]
-    said = [line for line in said if not line.startswith("For further information")]
-    starts = [i for i, line in enumerate(said) if _EXCEPTION.match(line)]
-    return " ".join(said[starts[-1] if starts else -1 :])[:500]
 
 
 def predict(arguments: argparse.Namespace) -> int:

@@ -26,6 +26,7 @@ from typing import Any
 from . import __version__, bench, doctor, gate, greedy, predict, selftest_gpu, selftest_planner
 from .exit_codes import CANNOT_TELL, GOOD, WRONG
 from .hooks import SERIES_MODULE
+from .last_words import last_words
 from .selftest_gpu import Geometry
 from .settings import ROUTES
 
@@ -258,10 +259,8 @@ def ask_gpu(route: str, geometry: Geometry, seed: int) -> dict[str, Any]:
         if line.startswith("RESULT "):
             answer: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
             return answer
-    said = bench.LastWords()
-    for line in (done.stderr or done.stdout).splitlines():
-        said.hear(line)
-    raise Fail(str(said) or f"the process ended with {done.returncode} and without output")
+    said = last_words(done.stderr or done.stdout)
+    raise Fail(said or f"the process ended with {done.returncode} and without output")
 
 
 def token_requests(
@@ -402,10 +401,20 @@ def render(geometry: Geometry, results: Sequence[Result], code: int) -> str:
     return "\n".join([*lines, "", f"verdict: {verdict}"])
 
 
-def selftest(arguments: argparse.Namespace) -> int:
-    def complain(text: str) -> None:
-        print(f"vllm-specpatch selftest: {text}", file=sys.stderr)
+def complain(text: str) -> None:
+    print(f"vllm-specpatch selftest: {text}", file=sys.stderr)
 
+
+def selftest(arguments: argparse.Namespace) -> int:
+    try:
+        with bench.signals_interrupt():
+            return check_all(arguments)
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return CANNOT_TELL
+
+
+def check_all(arguments: argparse.Namespace) -> int:
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 

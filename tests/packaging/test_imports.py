@@ -11,7 +11,7 @@ ALLOWED = {
     "vllm_specpatch": {
         "vllm_specpatch." + m
         for m in "bench bench_probe bench_run bootstrap chart checklog cli doctor errors exit_codes "
-        "fingerprint gate greedy hooks ledger patch predict random_weights selftest selftest_gpu "
+        "fingerprint gate greedy hooks last_words ledger patch predict random_weights selftest selftest_gpu "
         "selftest_planner settings".split()
     }
     | {"vllm_specpatch"},

@@ -2,12 +2,16 @@
 it."""
 
 import ast
+import contextlib
 import json
 import os
 import pathlib
+import re
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import types
 import xml.etree.ElementTree as ElementTree
@@ -81,6 +85,13 @@ def test_every_release_knows_the_arguments(tmp_path, release):
         text = (folder / "vllm" / "v1" / "worker" / runner).read_text()
         assert "def execute_model" in text and ("self.drafter" in text or "self.speculator" in text)
         assert "self.attn_groups" in text
+    scheduler = (folder / "vllm" / "v1" / "core" / "sched" / "scheduler.py").read_text()
+    for keyword in ("num_draft_tokens", "num_accepted_tokens"):
+        assert re.search(rf"self\.make_spec_decoding_stats\(\s[^()]*\b{keyword}=", scheduler)
+    client = (folder / "vllm" / "v1" / "engine" / "core_client.py").read_text()
+    assert "self.engine_core = EngineCore(" in client
+    steps = (folder / "vllm" / "v1" / "core" / "sched" / "output.py").read_text()
+    assert "num_output_tokens: list[int]" in steps and "scheduled_spec_decode_tokens: dict" in steps
     assert "metadata_builders: list" in (folder / "vllm" / "v1" / "worker" / "utils.py").read_text()
 
 
@@ -232,20 +243,36 @@ class FakeLLM:
         self.k = engine.get("speculative_config", {}).get("num_speculative_tokens", 0)
         self.worker = types.SimpleNamespace(model_runner=Runner())
         self.llm_engine = self
+        self.scheduler = types.SimpleNamespace(make_spec_decoding_stats=lambda stats, **counts: None)
+        self.engine_core = types.SimpleNamespace(engine_core=types.SimpleNamespace(scheduler=self.scheduler))
         self.model_config = types.SimpleNamespace(get_vocab_size=lambda: 1000)
         mode = types.SimpleNamespace(name="FULL_AND_PIECEWISE")
         self.vllm_config = types.SimpleNamespace(
             compilation_config=types.SimpleNamespace(cudagraph_mode=mode),
             speculative_config=types.SimpleNamespace(num_speculative_tokens=self.k),
+            scheduler_config=types.SimpleNamespace(
+                max_num_seqs=engine["max_num_seqs"], max_num_batched_tokens=8192
+            ),
         )
 
     def collective_rpc(self, function, args=()):
         return [function(self.worker, *args)]
 
     def step(self, scheduled, fresh=()):
-        requests = [types.SimpleNamespace(req_id=name) for name in fresh]
-        output = types.SimpleNamespace(num_scheduled_tokens=scheduled, scheduled_new_reqs=requests)
+        running = [name for name in scheduled if name not in fresh]
+        output = types.SimpleNamespace(
+            num_scheduled_tokens=scheduled,
+            scheduled_new_reqs=[types.SimpleNamespace(req_id=name) for name in fresh],
+            scheduled_cached_reqs=types.SimpleNamespace(
+                req_ids=running, num_output_tokens=[1] * len(running)
+            ),
+            scheduled_spec_decode_tokens={name: [-1] * self.k for name in running if self.k},
+        )
         self.worker.model_runner.execute_model(output, None)
+        for _ in running if self.k else ():
+            self.scheduler.make_spec_decoding_stats(
+                None, num_draft_tokens=self.k, num_accepted_tokens=self.accepted - 1, request_id=""
+            )
 
     def generate(self, prompts, sampling, use_tqdm):
         if getattr(sampling, "prompt_logprobs", None):
@@ -324,8 +351,88 @@ def test_a_child_measures_what_happened(fake_vllm, tmp_path, capsys):
         assert "profiler_error" not in cell
         # No GPU here, so the drafter launched nothing; that it ran was seen.
         assert cell["drafter"]["ran"] == "host"
-    progress = [line for line in capsys.readouterr().out.splitlines() if line.startswith("PROGRESS ")]
-    assert len(progress) == 3
+    lines = [line.partition(" ") for line in capsys.readouterr().out.splitlines()]
+    progress = [json.loads(rest) for kind, _, rest in lines if kind == "PROGRESS"]
+    assert [data.get("cell", data.get("phase")) for data in progress] == [
+        "engine",
+        *result["cells"],
+        "profile",
+    ]
+
+
+def test_nothing_is_timed_where_the_profiler_has_been(fake_vllm, tmp_path, monkeypatch):
+    """After a trace CUDA graphs are launched more slowly, in the cells that come later."""
+    seen = []
+
+    def noted(name, kind, what):
+        original = getattr(kind, name)
+
+        def method(self, first, *rest, **options):
+            seen.append((what, len(first) if what == "generate" else first))
+            return original(self, first, *rest, **options)
+
+        monkeypatch.setattr(kind, name, method)
+
+    noted("generate", FakeLLM, "generate")
+    noted("_open", bench_probe.Probe, "window")
+    monkeypatch.setattr(bench_run, "say", lambda kind, data: seen.append((kind, data.get("cell"))))
+    result = bench_run.measure(asked_for(tmp_path))
+    windows = [("window", name) for name, _ in bench_probe.WINDOWS]
+    first = seen.index(windows[0])
+    assert ("PROGRESS", "ctx20_bs3") in seen[:first]
+    # From the first window on: one generation for each cell's windows, of that cell's prompts.
+    assert seen[first - 1 :] == [("generate", 1), *windows, ("generate", 3), *windows]
+    assert all(cell["drafter"] and cell["ms_per_step"] for cell in result["cells"].values())
+
+
+@pytest.mark.parametrize("out", [15, 60, 127])
+def test_all_drafts_accepted_are_an_acceptance_of_one(fake_vllm, tmp_path, monkeypatch, out):
+    """By the tokens that are returned it was 2, 1.08 and 1.07: the short generation's only decode step
+    verifies 8 tokens, of which 7 are cut off."""
+    monkeypatch.setattr(FakeLLM, "accepted", 8)
+    result = bench_run.measure(asked_for(tmp_path, out=out, profile=False))
+    for cell, batch in (("ctx20_bs1", 1), ("ctx20_bs3", 3)):
+        numbers = result["cells"][cell]
+        assert numbers["acceptance"] == 1.0 and numbers["tokens_per_step"] == 8.0
+        assert numbers["tokens_per_s"] == pytest.approx(8e3 * batch / numbers["ms_per_step"], rel=0.01)
+
+
+def run_of(steps, drafts, seconds=1.0):
+    return {"seconds": seconds, "steps": steps, "drafts": drafts}
+
+
+def test_steps_without_drafts_count_as_one_token():
+    """N-gram drafters propose nothing where the text does not repeat."""
+    # Ten decodes in five steps, four of them with 3 drafts each, half of which were accepted.
+    run = run_of([[2, 1, 2], [2, 1, 2], [2, 1, 0], [2, 1, 0], [2, 1, 0]], [4, 12, 6])
+    assert bench_run.draft_rate(run) == (1.6, 0.5)
+    assert bench_run.draft_rate(run_of([[2, 1, 0]], None)) == (1.0, None)
+    assert bench_run.draft_rate(run_of([[2, 1, 2]], [0, 0, 0])) == (None, None)
+
+
+def test_a_scheduler_that_is_not_known_costs_the_rate_and_nothing_else(fake_vllm, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_probe, "watch_drafts", lambda llm: None)
+    answer = bench_run.measure(asked_for(tmp_path))
+    cell = answer["cells"]["ctx20_bs3"]
+    assert cell["ms_per_step"] > 0 and cell["builds_per_step"] == 2
+    assert (cell["tokens_per_step"], cell["acceptance"], cell["tokens_per_s"]) == (None, None, None)
+    bench.compare([answer])
+    assert "ctx20_bs3" in bench.render([answer], 3)
+
+
+def test_the_last_piece_of_a_prompt_is_no_decode():
+    """It is as short as a decode where running requests leave a prompt all but its last tokens."""
+    probe = bench_probe.Probe(Runner())
+    probe.watch(7)
+    probe.before(
+        types.SimpleNamespace(
+            num_scheduled_tokens={"a": 8, "b": 8, "c": 1},
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=types.SimpleNamespace(req_ids=["a", "b", "c"], num_output_tokens=[3, 0, 3]),
+            scheduled_spec_decode_tokens={"a": [-1] * 7},
+        )
+    )
+    assert probe.steps == [[2, 0, 1]]
 
 
 def test_the_dummy_model_gets_weights_before_anything_is_timed(fake_vllm, tmp_path, monkeypatch):
@@ -362,6 +469,14 @@ def test_the_probe_leaves_nothing_behind(fake_vllm, tmp_path):
     assert Builder.build is before
 
 
+def test_an_engine_that_fails_while_profiled_keeps_its_timings(fake_vllm, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_run.Bench, "profiled", lambda *arguments: 1 / 0)
+    cells = bench_run.measure(asked_for(tmp_path))["cells"]
+    assert len(cells) == 2
+    for cell in cells.values():
+        assert cell["ms_per_step"] > 0 and cell["profiler_error"] == "ZeroDivisionError: division by zero"
+
+
 def test_a_broken_profiler_costs_its_numbers_and_nothing_else(fake_vllm, tmp_path, monkeypatch):
     monkeypatch.setattr(bench_probe, "gpu_time", lambda events: 1 / 0)
     cell = bench_run.measure(asked_for(tmp_path))["cells"]["ctx20_bs3"]
@@ -369,15 +484,46 @@ def test_a_broken_profiler_costs_its_numbers_and_nothing_else(fake_vllm, tmp_pat
     assert cell["builds_per_step"] == 2 and cell["ms_per_step"] > 0
 
 
-def test_a_cache_that_is_too_small_is_noted(fake_vllm, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("most", "said"),
+    [(8, "waited while nothing was prefilled, most likely for room"), (1, "max_num_seqs is 1")],
+)
+def test_requests_that_did_not_decode_together_are_noted(fake_vllm, tmp_path, monkeypatch, most, said):
     run = FakeLLM.generate
 
     def one_by_one(self, prompts, sampling, use_tqdm):
         return [run(self, [prompt], sampling, use_tqdm)[0] for prompt in prompts]
 
     monkeypatch.setattr(FakeLLM, "generate", one_by_one)
-    cell = bench_run.measure(asked_for(tmp_path, profile=False))["cells"]["ctx20_bs3"]
-    assert "never more than 1 of 3 requests" in cell["note"]
+    asked = asked_for(tmp_path, profile=False)
+    asked["engine"]["max_num_seqs"] = most
+    cells = bench_run.measure(asked)["cells"]
+    assert "note" not in cells["ctx20_bs1"]
+    note = cells["ctx20_bs3"]["note"]
+    assert note.startswith("never more than 1 of 3 requests decoded together: ") and said in note
+
+
+PREFILL, LAST = [0, 0, 0], [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "batch", "said"),
+    [
+        ([PREFILL, [1, 0, 1], [2, 0, 2], [3, 1, 3]], 3, None),
+        # A prompt in every step until all have begun; by then the first have ended.
+        ([PREFILL, [1, 0, 1], [2, 0, 2], [2, 0, 2], [1, 1, 1]], 4, "ended before the last prompt"),
+        ([PREFILL, [1, 0, 1], [2, 1, 2], [2, 1, 2], [1, 0, 1], LAST], 4, "never more than 2 of 4 requests"),
+        ([PREFILL, [1, 0, 1], [2, 1, 2], [2, 1, 2], [1, 0, 1], LAST], 4, "room in the KV cache"),
+        # Preempted and prefilled again.
+        ([PREFILL, [3, 1, 3], [2, 1, 2], [2, 0, 2], LAST], 4, "room in the KV cache"),
+        ([PREFILL, [4, 1, 4], [4, 1, 4], [1, 0, 1], LAST], 9, "max_num_batched_tokens are used up"),
+        ([PREFILL, [6, 1, 6], PREFILL, [6, 1, 6]], 9, "max_num_seqs is 6"),
+    ],
+)
+def test_why_requests_did_not_decode_together(steps, batch, said):
+    limits = {"max_num_seqs": 6, "verifying": 4 if batch == 9 else 64}
+    note = bench_run.decoded_apart([run_of(steps, None)], batch, limits)
+    assert note is None if said is None else said in note
 
 
 def test_text_prompts_are_pieces_of_the_text(fake_vllm, tmp_path, monkeypatch):
@@ -555,6 +701,11 @@ def test_a_child_that_dies_is_one_line(child):
         child("raise ValueError('no memory')")
 
 
+def test_a_child_says_what_its_configuration_lacked(child):
+    with pytest.raises(bench.ChildFailed, match=r"^m\.ValidationError: 1 error for C k Input is wrong; see "):
+        child(r"sys.exit('m.ValidationError: 1 error for C\nk\n  Input is wrong\n  For further information')")
+
+
 LAST_WORDS = [
     ("[rank0]: AssertionError: Error in memory profiling. Initial free memory 42.45 GiB, current 43.12",),
     ("(EngineCore_DP0 pid=7) ERROR 11-30 20:39:38 [core.py:842] torch.OutOfMemoryError: CUDA out of memory.",
@@ -595,12 +746,120 @@ def test_a_child_that_hangs_leaves_no_process(child, tmp_path):
             """,
             timeout=3.0,
         )
-    pid = int((tmp_path / "pid").read_text())
+    assert all_gone([int((tmp_path / "pid").read_text())]), "the worker is still running"
+
+
+#: A command as a process of its own, with a child of ours that waits beside a worker.
+WAITING = """
+import pathlib, subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+pids = pathlib.Path(__file__).with_name("pids")
+pids.with_suffix(".new").write_text(f"{os.getpid()} {worker.pid}")
+pids.with_suffix(".new").rename(pids)
+time.sleep(60)
+"""
+COMMANDS = {
+    "bench": "sys.exit(cli.main(['bench', '--model', 'dummy', '--backends', 'stock']))",
+    "selftest": """
+from vllm_specpatch import selftest
+selftest.check_planner = selftest.check_decision = selftest.check_prebuilt = lambda *a: "good"
+selftest.kernel_results = lambda *a: []
+sys.exit(cli.main(["selftest", "--gpu"]))
+""",
+}
+
+
+@pytest.fixture
+def commanding(tmp_path, clean_environment):
+    """Starts a command, waits for its child; returns the process and the ids of its child and worker."""
+    started = []
+
+    def start(command, before=""):
+        (tmp_path / "childish.py").write_text("import os" + WAITING)
+        code = (
+            f"import signal, sys\n{before}\nfrom vllm_specpatch import bench, cli\nbench.CHILD = 'childish'\n"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", code + COMMANDS[command]],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={**clean_environment(), "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        )
+        started.append(process)
+        for _ in range(600):
+            if (tmp_path / "pids").exists():
+                return process, [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        pytest.fail("the command started no child")
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    if (tmp_path / "pids").exists():
+        for pid in (tmp_path / "pids").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def all_gone(pids):
     for _ in range(100):  # a killed process stays until its parent, now init, has noticed
-        if not alive(pid):
-            return
+        if not any(map(alive, pids)):
+            return True
         time.sleep(0.05)
-    pytest.fail("the worker is still running")
+    return False
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "said"),
+    [
+        ("bench", signal.SIGTERM, "vllm-specpatch bench: interrupted while stock ran"),
+        ("bench", signal.SIGHUP, "vllm-specpatch bench: interrupted while stock ran"),
+        ("bench", signal.SIGINT, "vllm-specpatch bench: interrupted while stock ran"),
+        ("selftest", signal.SIGTERM, "vllm-specpatch selftest: interrupted"),
+    ],
+)
+def test_a_signal_ends_the_child_too(commanding, command, number, said):
+    process, pids = commanding(command)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 2 and errors.splitlines()[-1] == said
+    assert all_gone(pids), "the child kept the GPU"
+
+
+def test_nohup_stays(commanding):
+    process, pids = commanding("bench", "signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert process.poll() is None and all(map(alive, pids))
+
+
+def test_handlers_are_put_back():
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    with pytest.raises(KeyboardInterrupt), bench.signals_interrupt():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        finally:
+            os.kill(os.getpid(), signal.SIGHUP)  # does not disturb what is closed here
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_another_thread_sets_no_handlers():
+    seen = []
+
+    def look():
+        with bench.signals_interrupt():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGTERM)]
 
 
 def alive(pid):
@@ -671,6 +930,24 @@ def test_ratios_noise_and_tokens():
     [panel] = bench.series_of(results)
     assert panel.title == "context 1024"
     assert panel.lines["patched (native)"] == [(8, 5.0, 0.1)]
+
+
+def test_single_runs_tell_no_noise(fake_vllm, tmp_path):
+    [cell, _] = bench_run.measure(asked_for(tmp_path, repeats=1, profile=False))["cells"].values()
+    assert cell["spread_ms"] is None
+    results = [
+        result("stock", 10.0, [[1]], spread=None),
+        result("patched", 9.9, [[1]], "native", spread=None),
+        result("flash_attn", 9.9, [[1]], spread=0.2),
+    ]
+    bench.compare(results)
+    assert [one["cells"]["ctx1024_bs8"]["noise"] for one in results] == [None, None, None]
+    text = bench.render(results, 1)
+    assert "0.990?" in text and "1.000 " in text and "a single run" in text
+    assert "? of single runs" in text
+    [panel] = bench.series_of(results)
+    assert panel.lines["patched (native)"] == [(8, 9.9, 0.0)]
+    assert json.loads(json.dumps(results)) == results
 
 
 def test_a_cell_without_a_time_is_shown_with_its_reason():

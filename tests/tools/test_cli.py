@@ -105,13 +105,23 @@ def test_predict_says_what_vllm_said(cli):
 
 
 def test_last_words():
-    from vllm_specpatch.predict import last_words
+    from vllm_specpatch.last_words import last_words
 
     pydantic = "Traceback:\n  File\np.ValidationError: 1 error for C\nk\n  Input is wrong\n"
     pydantic += "    For further information visit x\n"
     assert last_words(pydantic) == "p.ValidationError: 1 error for C k Input is wrong"
     assert last_words("no CUDA GPU found; pass --gpu\n\n") == "no CUDA GPU found; pass --gpu"
     assert last_words("") == ""
+    # A log that goes on, and what torch says when it is left.
+    cause = "torch.AcceleratorError: CUDA error: out of memory"
+    advice = (
+        "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\nCompile with `TORCH_USE_CUDA_DSA` to enable"
+    )
+    assert last_words(f"{cause}\n{advice}\n\n[rank0]:[W1 x.cpp:1] Warning: not called") == cause
+    assert last_words(f"ERROR 11-30 [core.py:842] {cause}\nProcess EngineCore:") == cause
+    assert last_words(f"{cause}\nTraceback (most recent call last):\n  File x\nINFO bye") == cause
+    assert last_words("m.Refused: no\nWARNING 11-30 later") == "m.Refused: no"
+    assert last_words("ValueError:\nbelow") == "ValueError: below"
 
 
 def test_fingerprint_of_a_symbol_that_nobody_has(cli):
