@@ -32,8 +32,13 @@ def main() -> int:
         target = pathlib.Path(arguments[at + 1])
         del arguments[at : at + 2]
     results = [json.loads(pathlib.Path(path).read_text()) for path in arguments]
+    if not all(isinstance(said, dict) for r in results for said in r["tokens"].values()):
+        print("results of an older e2e.py, without logprobs; run it again", file=sys.stderr)
+        return 2
     base = results[0]
     otherwise = 0
+    if any(r.get("weights") == "dummy" for r in results):
+        print("vLLM's dummy weights: equal tokens say nothing about attention")
     for r in results:
         print(
             f"{r['name']:24} {r['backend']:10} {r['cudagraph_mode']:18} v2={int(r['v2_runner'])} "
@@ -52,19 +57,20 @@ def main() -> int:
         first = having[0]
         for r in having:
             c, reference = r["cells"][cell], first["cells"][cell]
-            found = greedy.difference(first["tokens"][cell], r["tokens"][cell])
-            same = str(found)
+            found = greedy.difference(first["tokens"][cell], r["tokens"][cell], r.get("scale", 1.0))
+            # The first one equals itself, which is no comparison.
+            same = str(found) if r is not first else None
             c |= {
                 "ratio_to_first": round(c["ms_per_step"] / reference["ms_per_step"], 3),
                 "tokens_vs_first": same,
             }
             prefill = c.get("by_prefill", {"verdict": "not asked"})
-            differing += "differ" in (found.verdict, prefill["verdict"])
+            differing += found.verdict == "differ" or prefill["verdict"] in ("differ", "failed")
             if first is not base:  # it was stopped before this cell
                 c["first"] = first["name"]
             print(
                 f"{cell:14} {r['name']:24} {c['ms_per_step']:8.3f} ms (spread {c['spread_ms']:.2f}) "
-                f"x{c['ms_per_step'] / reference['ms_per_step']:.3f}  tokens {same}"
+                f"x{c['ms_per_step'] / reference['ms_per_step']:.3f}  tokens {same or '-'}"
             )
             if "text" in prefill:
                 print(f"{'':14} {r['name']:24} {prefill['text']}")

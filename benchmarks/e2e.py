@@ -122,14 +122,14 @@ def drawn(llm, prompts: list, tokens: int, lora) -> list[list[int]]:
     return [list(o.outputs[0].token_ids) for o in outputs]
 
 
-def judged(llm, prompts: list, tokens: int, lora) -> tuple[dict, int]:
+def judged(llm, prompts: list, tokens: int, lora, synthetic: bool) -> tuple[dict, int]:
     """Greedy tokens with their logprobs and how sure each was, and the engine steps that they took."""
     from vllm import SamplingParams
 
     from vllm_specpatch import greedy
 
     sampling = SamplingParams(
-        temperature=0, logprobs=2, max_tokens=2 + tokens, ignore_eos=True, detokenize=False
+        temperature=0, logprobs=5, max_tokens=2 + tokens, ignore_eos=True, detokenize=False
     )
     engine, steps = llm.llm_engine, 0
     step = engine.step
@@ -144,11 +144,11 @@ def judged(llm, prompts: list, tokens: int, lora) -> tuple[dict, int]:
         outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
     finally:
         del engine.step
-    return greedy.said([o.outputs[0] for o in outputs]), steps
+    return greedy.said([o.outputs[0] for o in outputs], synthetic), steps
 
 
-def rescored(llm, prompts: list, said: dict, lora) -> dict:
-    """What prefill makes of the tokens that decoding said."""
+def rescored(llm, prompts: list, said: dict, lora, scale: float) -> dict:
+    """What prefill makes of the tokens that decoding said; ``prompts``: all, or the first ones."""
     from vllm import SamplingParams
 
     from vllm_specpatch import greedy
@@ -156,10 +156,10 @@ def rescored(llm, prompts: list, said: dict, lora) -> dict:
     once = SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=1, ignore_eos=True, detokenize=False)
     again = [
         {"prompt_token_ids": [*prompt["prompt_token_ids"], *ids]}
-        for prompt, ids in zip(prompts, said["ids"], strict=True)
+        for prompt, ids in zip(prompts, said["ids"], strict=False)
     ]
     outputs = llm.generate(again, once, use_tqdm=False, lora_request=lora)
-    found = greedy.consistency(said, outputs)
+    found = greedy.consistency(said, outputs, scale)
     return {"text": str(found), **dataclasses.asdict(found)}
 
 
@@ -381,7 +381,7 @@ class BuildTimes:
         ]
 
 
-#: Prompt tokens of a cell whose tokens are given to prefill again: vLLM makes logprobs of all of them.
+#: Prompt tokens of a cell that are given to prefill again, at least one request: vLLM makes logprobs of all.
 RESCORED = 1 << 14
 #: Host calls that wait for the GPU.
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "aten::item")
@@ -447,18 +447,19 @@ def profile(generate, steps: int, times: BuildTimes) -> dict:
     }
 
 
-def ended_otherwise(backend: str, options: dict, status: dict) -> str | None:
-    """Why this run is not of the route that was asked for, in a line; None if it is, or other processes have
-    the engine."""
-    if backend != "FLASHINFER" or int(options.get("tp", 1)) * int(options.get("pp", 1)) > 1:
+def ended_otherwise(llm, backend: str) -> str | None:
+    """Why this run is not of the route that was asked for, in a line; None if it is. Asks all ranks."""
+    from vllm_specpatch import bench_probe, bench_run
+
+    if backend != "FLASHINFER":
         return None
     off = os.environ.get("VLLM_SPECPATCH") == "0"
     wanted = "stock" if off else os.environ.get("VLLM_SPECPATCH_ROUTE", "auto")
-    decisions = [d for p in status["patches"].values() for d in p["decisions"] if d["state"] == "applied"]
-    routes = sorted({d["route"] for d in decisions if d.get("route")}) or ["stock"]
-    if routes == [wanted] or (wanted == "auto" and routes != ["stock"]):
-        return None
-    return f"wanted the route {wanted}, found {', '.join(routes)}"
+    for rank in llm.llm_engine.collective_rpc(bench_probe.describe):
+        routes = sorted({d["route"] for d in bench_run.applied_decisions([rank])}) or ["stock"]
+        if routes != [wanted] and (wanted != "auto" or routes == ["stock"]):
+            return f"wanted the route {wanted}, found {', '.join(routes)}"
+    return None
 
 
 class Stopped(BaseException):
@@ -473,7 +474,10 @@ def measure(llm, lora, turn, options: dict, cells: dict, tokens: dict) -> None:
     """Fills ``cells`` and what was said in them, cell by cell, then what is traced."""
     from vllm import SamplingParams
 
+    from vllm_specpatch import greedy
+
     contexts, batches = sizes(options)
+    scale = greedy.FP8 if options.get("kv", "auto") != "auto" else 1.0
     out, repeats = int(options.get("out", 64)), int(options.get("repeats", 3))
     skip, traced = (options.get(key, "").split(",") for key in ("skip", "profile"))
     later = []
@@ -503,13 +507,12 @@ def measure(llm, lora, turn, options: dict, cells: dict, tokens: dict) -> None:
                     short.append(generate(2))
                     long.append(generate(2 + out))
             with turn():
-                tokens[cell], steps = judged(llm, prompts, out, lora)
-                rescore = None
-                if batch * context <= RESCORED:
-                    try:
-                        rescore = rescored(llm, prompts, tokens[cell], lora)
-                    except Exception as e:  # the timings above must not be lost with it
-                        rescore = {"verdict": "failed", "text": f"prefill was not asked: {e!r}"}
+                tokens[cell], steps = judged(llm, prompts, out, lora, "accept" in options)
+                try:
+                    asked = prompts[: max(1, RESCORED // context)]
+                    rescore = rescored(llm, asked, tokens[cell], lora, scale)
+                except Exception as e:  # the timings above must not be lost with it
+                    rescore = {"verdict": "failed", "text": f"prefill was not asked: {e!r}"}
             cells[cell] = {
                 "ms_per_step": round((min(long) - min(short)) / out * 1e3, 3),
                 "median_ms": round((statistics.median(long) - statistics.median(short)) / out * 1e3, 3),
@@ -518,8 +521,7 @@ def measure(llm, lora, turn, options: dict, cells: dict, tokens: dict) -> None:
                 "last_drafts": last_drafts(llm, batch),
                 "steps": steps,
             }
-            if rescore is not None:
-                cells[cell]["by_prefill"] = rescore
+            cells[cell]["by_prefill"] = rescore
             if "sample" in options:
                 with turn():
                     random_ids = drawn(llm, prompts, out, lora)
@@ -584,6 +586,7 @@ def main() -> None:
     except AttributeError as e:  # another runner layout: do not lose the timings for it
         graphs = {"unknown": str(e)}
     import vllm_specpatch
+    from vllm_specpatch import greedy
 
     status = vllm_specpatch.status()
     result = {
@@ -599,8 +602,9 @@ def main() -> None:
         "graphs": graphs,
         "downgrade": [line for line in messages.lines if "not supported with spec-decode" in line][:1],
         "specpatch_log": [line for line in messages.lines if line.startswith("vllm-specpatch")],
+        "scale": greedy.FP8 if options.get("kv", "auto") != "auto" else 1.0,
         "specpatch": {n: p["decisions"][-1:] or p["state"] for n, p in status["patches"].items()},
-        "otherwise": ended_otherwise(backend, options, status),
+        "otherwise": ended_otherwise(llm, backend),
         "init_s": round(init_s, 1),
         "weights": "dummy" if filled is None else f"random, {filled} parameters",
         "cells": cells,

@@ -62,8 +62,9 @@ class Traffic:
         return [self._random.choice(ids)] if ids and self._random.random() < 0.02 else []
 
 
-def drive(engine, sampling, seconds: float, most_steps: int, sample) -> dict:
-    """Runs the traffic. ``sampling(n)`` makes parameters for n tokens; ``sample()`` measures memory."""
+def drive(engine, sampling, seconds: float, most_steps: int, sample, synthetic: bool) -> dict:
+    """Runs the traffic. ``sampling(n)`` makes parameters for n tokens; ``sample()`` measures memory;
+    ``synthetic``: drafts are accepted unseen."""
     traffic, alive, tokens, aborted, samples = Traffic(), {}, {}, 0, []
     started = time.perf_counter()
     step, next_sample, finished_at = 0, 0.0, {}
@@ -85,7 +86,10 @@ def drive(engine, sampling, seconds: float, most_steps: int, sample) -> dict:
                 aborted += 1
         for output in engine.step():
             if output.finished and output.request_id in alive:
-                [ids], wanted = (said := greedy.said(output.outputs))["ids"], alive.pop(output.request_id)
+                [ids], wanted = (
+                    (said := greedy.said(output.outputs, synthetic))["ids"],
+                    alive.pop(output.request_id),
+                )
                 assert len(ids) == wanted, f"{output.request_id}: {len(ids)} tokens, {wanted} were asked for"
                 tokens[output.request_id], finished_at[output.request_id] = said, step
         step += 1
@@ -102,16 +106,20 @@ def drive(engine, sampling, seconds: float, most_steps: int, sample) -> dict:
     }
 
 
+def together(tokens: dict, names: list[str]) -> dict:
+    """What these requests said, as of one batch (:mod:`vllm_specpatch.greedy`)."""
+    said = [tokens[name] for name in names]
+    lists = {key: [one[key][0] for one in said] for key in said[0] if key != "synthetic"}
+    return {**lists, "synthetic": all(one["synthetic"] for one in said)}
+
+
 def compare(first: str, second: str) -> int:
     a, b = (json.loads(pathlib.Path(path).read_text()) for path in (first, second))
     both = [name for name in a["tokens"] if name in b["tokens"]]
     if not both:
         print("no request finished in both")
         return 2
-    sides = [
-        {key: [r["tokens"][name][key][0] for name in both] for key in ("ids", "logprobs", "gaps")}
-        for r in (a, b)
-    ]
+    sides = [together(result["tokens"], both) for result in (a, b)]
     found = greedy.difference(*sides)
     print(f"{len(both)} requests finished in both, {sum(map(len, sides[0]['ids']))} tokens: {found}")
     for result in (a, b):
@@ -129,7 +137,7 @@ def main() -> int:
     if sys.argv[1] == "--compare":
         return compare(*sys.argv[2:4])
     name = sys.argv[1]
-    options = {"k": "7", "gpu_gib": "1.5", **dict(a.split("=", 1) for a in sys.argv[2:])}
+    options = {"k": "7", "gpu_gib": "1.5", "accept": "3", **dict(a.split("=", 1) for a in sys.argv[2:])}
     # By path: this folder must not be on sys.path (python -P).
     spec = importlib.util.spec_from_file_location("e2e", pathlib.Path(__file__).with_name("e2e.py"))
     assert spec is not None and spec.loader is not None
@@ -152,7 +160,7 @@ def main() -> int:
     llm.llm_engine.collective_rpc(random_weights.fill_models)
 
     def sampling(tokens):
-        return SamplingParams(temperature=0, logprobs=2, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        return SamplingParams(temperature=0, logprobs=5, max_tokens=tokens, ignore_eos=True, detokenize=False)
 
     def sample():
         return {
@@ -162,7 +170,12 @@ def main() -> int:
         }
 
     result = drive(
-        llm.llm_engine, sampling, float(options.get("seconds", 480)), int(options.get("steps", 0)), sample
+        llm.llm_engine,
+        sampling,
+        float(options.get("seconds", 480)),
+        int(options.get("steps", 0)),
+        sample,
+        synthetic=int(options["k"]) > 0 and "accept" in options,
     )
     text = json.dumps(sorted((name, said["ids"][0]) for name, said in result["tokens"].items()))
     result = {

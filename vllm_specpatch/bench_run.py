@@ -25,6 +25,8 @@ from . import bench_probe, greedy, random_weights
 #: Tokens of the short generation, whose time is prefill and start-up.
 SHORT = 2
 WARM_UP = 8
+#: Of each token, so that what was nearly as good is known (:mod:`.greedy`).
+LOGPROBS = 5
 
 
 def say(kind: str, data: Mapping[str, Any]) -> None:
@@ -260,7 +262,7 @@ class Bench:
         drafts = self.drafts and self.drafts.take()
         result = {"seconds": seconds, "steps": steps, "drafts": drafts, "ids": ids}
         if logprobs is not None:
-            result["said"] = greedy.said([output.outputs[0] for output in outputs])
+            result["said"] = greedy.said([o.outputs[0] for o in outputs], self.request["synthetic"])
         return result
 
     def by_prefill(self, prompts: Sequence[Sequence[int]], said: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,7 +273,8 @@ class Bench:
         asked = [
             {"prompt_token_ids": [*prompt, *ids]} for prompt, ids in zip(prompts, said["ids"], strict=True)
         ]
-        found = greedy.consistency(said, self.llm.generate(asked, once, use_tqdm=False))
+        outputs = self.llm.generate(asked, once, use_tqdm=False)
+        found = greedy.consistency(said, outputs, self.request["scale"])
         self.rpc(bench_probe.take_steps)
         return {"verdict": found.verdict, "text": str(found)}
 
@@ -282,7 +285,7 @@ class Bench:
             "verifying": scheduler.max_num_batched_tokens // (1 + self.request["k"]),
         }
 
-    def timed(self, prompts: Sequence[Sequence[int]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def timed(self, prompts: Sequence[Sequence[int]]) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """A cell's numbers without a profiler, and what was said (:func:`.greedy.said`)."""
         request, batch = self.request, len(prompts)
         out, repeats = request["out"], request["repeats"]
@@ -290,12 +293,15 @@ class Bench:
         short = [self.generate(prompts, SHORT) for _ in range(repeats)]
         long = [self.generate(prompts, SHORT + out) for _ in range(repeats)]
         numbers = cell_numbers(short, long, batch, self.limits())
-        # Not timed: logprobs cost time.
-        said: dict[str, Any] = self.generate(prompts, SHORT + out, logprobs=2)["said"]
-        ids = said["ids"]
+        ids, said = long[-1]["ids"], None
+        try:  # not timed: logprobs cost time; an engine may be configured not to give them
+            said = self.generate(prompts, SHORT + out, logprobs=LOGPROBS)["said"]
+            ids = said["ids"]
+        except Exception as e:
+            numbers["tokens_error"] = f"{type(e).__name__}: {e}"
         numbers["tokens_sha256"] = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
         numbers["repeatable"] = all(run["ids"] == ids for run in long)
-        if request["by_prefill"]:
+        if request["by_prefill"] and said is not None:
             numbers["by_prefill"] = self.by_prefill(prompts, said)
         return numbers, said
 

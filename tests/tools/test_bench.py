@@ -317,6 +317,7 @@ def fake_vllm(monkeypatch):
     module.__version__, module.LLM = "0.0", FakeLLM
     module.SamplingParams = types.SimpleNamespace
     monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setattr(Runner, "model", torch.nn.Linear(2, 2), raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Fake GPU")
@@ -905,7 +906,7 @@ def result(name, ms, tokens, route="stock", spread=0.1, **cell):
 
 def said(tokens):
     rows = [[1.0] * len(row) for row in tokens]
-    return {"ids": tokens, "logprobs": rows, "gaps": rows}
+    return {"ids": tokens, "logprobs": rows, "gaps": rows, "synthetic": False}
 
 
 def test_ratios_noise_and_tokens():
@@ -920,7 +921,7 @@ def test_ratios_noise_and_tokens():
     assert [cell["noise"] for cell in cells] == [True, False, True]
     assert [c["tokens_vs_first"] for c in cells] == [
         "equal",
-        "1/2 differ from token 1; logprobs 0.0000 apart, at most 0.000",
+        "1/2 differ from token 1 (gap 1.000); logprobs 0.0000 apart, at most 0.000",
         "equal",
     ]
     assert [c["tokens_verdict"] for c in cells] == ["equal", "differ", "equal"]
@@ -948,6 +949,59 @@ def test_single_runs_tell_no_noise(fake_vllm, tmp_path):
     [panel] = bench.series_of(results)
     assert panel.lines["patched (native)"] == [(8, 9.9, 0.0)]
     assert json.loads(json.dumps(results)) == results
+
+
+def test_tokens_that_tell_nothing():
+    """vLLM's dummy weights, or an engine that gives no logprobs."""
+    results = [result("stock", 10.0, [[1, 2]]), result("patched", 5.0, [[1, 3]], "native")]
+    bench.compare(results, None)
+    cell = results[1]["cells"]["ctx1024_bs8"]
+    assert cell["tokens_verdict"] == "cannot tell" and "dummy weights" in cell["tokens_vs_first"]
+    results = [result("stock", 10.0, [[1, 2]]), result("patched", 5.0, [[1, 2]], "native")]
+    results[1]["tokens"]["ctx1024_bs8"] = None
+    bench.compare(results)
+    assert results[1]["cells"]["ctx1024_bs8"]["tokens_vs_first"] == "cannot tell: no logprobs were had"
+    assert "cannot tell" in bench.render(results, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "scale"),
+    [
+        (["--model", "dummy"], 1.0),
+        (["--model", "dummy", "--kv-cache-dtype", "fp8"], 4.0),
+        (["--model", "some/model"], 4.0),
+        (["--model", "some/model", "--load-format", "dummy"], None),
+    ],
+)
+def test_how_wide_the_limits_for_tokens_are(tmp_path, options, scale):
+    asked = arguments(*options)
+    [(_, one), *_] = bench.plan(asked, tmp_path)
+    assert bench.scale_of(asked, one["engine"]) == scale
+
+
+def test_other_tokens_of_the_dummy_model_are_wrong(monkeypatch, tmp_path, capsys):
+    answers = {"stock": result("stock", 10.0, [[1]]), "patched": result("patched", 4.0, [[2]], "spec_mask")}
+    children(monkeypatch, answers)
+    options = ["--backends", "stock,patched", "--out-folder", str(tmp_path)]
+    assert cli.main(["bench", "--model", "dummy", *options]) == 1
+    assert cli.main(["bench", "--model", "some/model", *options]) == 0
+    assert "differ" in capsys.readouterr().out
+
+
+def test_an_engine_without_logprobs_keeps_its_timings(fake_vllm, tmp_path, monkeypatch):
+    generate = FakeLLM.generate
+
+    def refuse(self, prompts, sampling, use_tqdm):
+        if sampling.logprobs:
+            raise ValueError("max_logprobs is 0")
+        return generate(self, prompts, sampling, use_tqdm)
+
+    monkeypatch.setattr(FakeLLM, "generate", refuse)
+    answer = bench_run.measure(asked_for(tmp_path, by_prefill=True))
+    for cell in answer["cells"].values():
+        assert cell["ms_per_step"] > 0 and cell["tokens_error"] == "ValueError: max_logprobs is 0"
+        assert cell["repeatable"] and "by_prefill" not in cell
+    assert set(answer["tokens"].values()) == {None}
 
 
 def test_a_cell_without_a_time_is_shown_with_its_reason():

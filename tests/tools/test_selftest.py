@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from vllm_specpatch import bench, cli, selftest, selftest_gpu, selftest_planner
+from vllm_specpatch import bench, cli, greedy, selftest, selftest_gpu, selftest_planner
 from vllm_specpatch.selftest import Fail, Result, Skip
 from vllm_specpatch.selftest_gpu import CheckFailed, Geometry
 
@@ -296,7 +296,13 @@ def test_what_the_token_comparison_asks(tmp_path):
     (stock, first), (patched, second) = selftest.token_requests(fp8, "auto", "fp8", tmp_path)
     assert (stock.name, patched.name) == ("stock", "patched")
     assert first["engine"] == second["engine"] and first["k"] == 3
-    assert first["random_weights"] and second["random_weights"]
+    for one in (first, second):
+        assert one["random_weights"] and one["by_prefill"] and one["synthetic"]
+        assert one["scale"] == greedy.FP8
+    # Half of the drafts are taken, or only the first row of a verify step would be looked at.
+    assert first["engine"]["speculative_config"]["synthetic_acceptance_length"] == 2.5
+    [(_, plain), _] = selftest.token_requests(LLAMA, "auto", "auto", tmp_path / "plain")
+    assert plain["scale"] == 1.0
     assert first["engine"]["attention_config"]["disable_flashinfer_q_quantization"]
     config = json.loads((pathlib.Path(first["engine"]["model"]) / "config.json").read_text())
     assert (config["num_attention_heads"], config["num_key_value_heads"]) == (8, 2)
@@ -308,6 +314,7 @@ def side(name, tokens, gap=1.0):
         "ids": tokens,
         "logprobs": [[-1.0] * len(row) for row in tokens],
         "gaps": [[gap] * len(row) for row in tokens],
+        "synthetic": False,
     }
     cells = {"ctx300_bs1": {"by_prefill": {"verdict": "consistent", "text": "decoding agrees"}}}
     return {"cudagraph_mode": "FULL", "route": name, "tokens": {"ctx300_bs1": said}, "cells": cells}
@@ -317,12 +324,15 @@ def test_tokens_are_compared():
     assert "3 greedy tokens: equal; prefill agrees" in selftest.judge_tokens(
         [side("stock", [[1, 2, 3]]), side("native", [[1, 2, 3]])]
     )
-    with pytest.raises(Fail, match="ctx300_bs1: 1/1 differ from token 2"):
+    with pytest.raises(Fail, match=r"ctx300_bs1: 1/1 differ from token 2 \(gap 1.000\)"):
         selftest.judge_tokens([side("stock", [[1, 2, 3]]), side("native", [[1, 2, 4]])])
-    near = [side("stock", [[1, 2, 3]], 0.05), side("native", [[1, 2, 4]])]
+    near = [side("stock", [[1, 2, 3]], 0.05), side("native", [[1, 2, 4]], 0.05)]
     assert "1/1 part by rounding (gap 0.050) after 2" in selftest.judge_tokens(near)
     near[1]["cells"]["ctx300_bs1"]["by_prefill"] = {"verdict": "differ", "text": "decoding DIFFERS"}
     with pytest.raises(Fail, match="^ctx300_bs1: patched's decoding DIFFERS"):
+        selftest.judge_tokens(near)
+    near[1]["cells"]["ctx300_bs1"]["tokens_error"] = "ValueError: no logprobs"
+    with pytest.raises(Fail, match="^ctx300_bs1: ValueError: no logprobs"):
         selftest.judge_tokens(near)
 
 
