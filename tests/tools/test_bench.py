@@ -777,9 +777,11 @@ def commanding(tmp_path, clean_environment):
 
     def start(command, before=""):
         (tmp_path / "childish.py").write_text("import os" + WAITING)
-        code = (
-            f"import signal, sys\n{before}\nfrom vllm_specpatch import bench, cli\nbench.CHILD = 'childish'\n"
-        )
+        # Whoever runs these tests with nohup, or in the background of a script, has them ignored.
+        heard = "signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+        heard += "signal.signal(signal.SIGINT, signal.default_int_handler)"
+        code = f"import signal, sys\n{heard}\n{before}\n"
+        code += "from vllm_specpatch import bench, cli\nbench.CHILD = 'childish'\n"
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", code + COMMANDS[command]],
             stderr=subprocess.PIPE,
@@ -840,6 +842,15 @@ def test_nohup_stays(commanding):
 
 def test_handlers_are_put_back():
     numbers = (signal.SIGTERM, signal.SIGHUP)
+    ignored = signal.getsignal(signal.SIGHUP)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # or nothing is set under nohup
+    try:
+        handlers_are_put_back(numbers)
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
+
+
+def handlers_are_put_back(numbers):
     before = [signal.getsignal(number) for number in numbers]
     with pytest.raises(KeyboardInterrupt), bench.signals_interrupt():
         try:
