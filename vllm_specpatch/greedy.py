@@ -205,7 +205,8 @@ class Consistency:
 def consistency(said: Said, outputs: Sequence[Any], scale: float = 1.0) -> Consistency:
     """``outputs``: vLLM's ``RequestOutput`` objects of each prompt followed by its tokens in ``said``, with
     ``prompt_logprobs=1``; of the first requests, if there are fewer. ``scale`` as in :func:`difference`."""
-    apart, behind = [], []
+    apart: list[list[float]] = []
+    behind: list[float] = []
     for row, output in enumerate(outputs):
         ids, gaps = said["ids"][row], said["gaps"][row]
         scored = output.prompt_logprobs[-len(ids) :] if ids else []
