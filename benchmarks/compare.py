@@ -17,9 +17,7 @@ from vllm_specpatch import greedy
 
 def sampled(a: list[list[int]], b: list[list[int]]) -> str:
     """Of two cells' tokens drawn at random with a seed per request. Rounding may turn any draw."""
-    parted = [
-        next((i for i, (x, y) in enumerate(zip(r, s, strict=True)) if x != y), None) for r, s in zip(a, b)
-    ]
+    parted = [greedy.parting(ours, theirs) for ours, theirs in zip(a, b, strict=True)]
     at = [i for i in parted if i is not None]
     return f"{len(at)}/{len(parted)} part, the first at {min(at)}" if at else "equal"
 

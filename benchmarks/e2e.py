@@ -129,7 +129,7 @@ def judged(llm, prompts: list, tokens: int, lora, synthetic: bool) -> tuple[dict
     from vllm_specpatch import greedy
 
     sampling = SamplingParams(
-        temperature=0, logprobs=5, max_tokens=2 + tokens, ignore_eos=True, detokenize=False
+        temperature=0, logprobs=greedy.LOGPROBS, max_tokens=2 + tokens, ignore_eos=True, detokenize=False
     )
     engine, steps = llm.llm_engine, 0
     step = engine.step
@@ -145,22 +145,6 @@ def judged(llm, prompts: list, tokens: int, lora, synthetic: bool) -> tuple[dict
     finally:
         del engine.step
     return greedy.said([o.outputs[0] for o in outputs], synthetic), steps
-
-
-def rescored(llm, prompts: list, said: dict, lora, scale: float) -> dict:
-    """What prefill makes of the tokens that decoding said; ``prompts``: all, or the first ones."""
-    from vllm import SamplingParams
-
-    from vllm_specpatch import greedy
-
-    once = SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=1, ignore_eos=True, detokenize=False)
-    again = [
-        {"prompt_token_ids": [*prompt["prompt_token_ids"], *ids]}
-        for prompt, ids in zip(prompts, said["ids"], strict=False)
-    ]
-    outputs = llm.generate(again, once, use_tqdm=False, lora_request=lora)
-    found = greedy.consistency(said, outputs, scale)
-    return {"text": str(found), **dataclasses.asdict(found)}
 
 
 def plan_short(tokens: int) -> None:
@@ -477,7 +461,7 @@ def measure(llm, lora, turn, options: dict, cells: dict, tokens: dict) -> None:
     from vllm_specpatch import greedy
 
     contexts, batches = sizes(options)
-    scale = greedy.FP8 if options.get("kv", "auto") != "auto" else 1.0
+    scale = greedy.scale_of_cache(options.get("kv", "auto"))
     out, repeats = int(options.get("out", 64)), int(options.get("repeats", 3))
     skip, traced = (options.get(key, "").split(",") for key in ("skip", "profile"))
     later = []
@@ -509,8 +493,9 @@ def measure(llm, lora, turn, options: dict, cells: dict, tokens: dict) -> None:
             with turn():
                 tokens[cell], steps = judged(llm, prompts, out, lora, "accept" in options)
                 try:
-                    asked = prompts[: max(1, RESCORED // context)]
-                    rescore = rescored(llm, asked, tokens[cell], lora, scale)
+                    asked = [p["prompt_token_ids"] for p in prompts[: max(1, RESCORED // context)]]
+                    found = greedy.by_prefill(llm, asked, tokens[cell], scale, lora_request=lora)
+                    rescore = {"text": str(found), **dataclasses.asdict(found)}
                 except Exception as e:  # the timings above must not be lost with it
                     rescore = {"verdict": "failed", "text": f"prefill was not asked: {e!r}"}
             cells[cell] = {
@@ -602,7 +587,7 @@ def main() -> None:
         "graphs": graphs,
         "downgrade": [line for line in messages.lines if "not supported with spec-decode" in line][:1],
         "specpatch_log": [line for line in messages.lines if line.startswith("vllm-specpatch")],
-        "scale": greedy.FP8 if options.get("kv", "auto") != "auto" else 1.0,
+        "scale": greedy.scale_of_cache(options.get("kv", "auto")),
         "specpatch": {n: p["decisions"][-1:] or p["state"] for n, p in status["patches"].items()},
         "otherwise": ended_otherwise(llm, backend),
         "init_s": round(init_s, 1),

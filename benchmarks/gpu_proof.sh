@@ -33,6 +33,11 @@ failed() { # WHAT RC: from subshells, too
     [ "$2" -eq 0 ] || echo "$1 rc=$2" >> "$out/failed"
 }
 
+ended() { # WHAT RC
+    failed "$1" "$2"
+    echo "$1 rc=$2 $(date +%T)"
+}
+
 run() { # NAME BACKEND key=value...
     local name=$1
     shift
@@ -40,9 +45,7 @@ run() { # NAME BACKEND key=value...
     [ -s "$raw/$name.json" ] && ! grep -q '"stopped": true' "$raw/$name.json" && return
     timeout "${LIMIT:-300}" "$python" -P "$checkout/benchmarks/e2e.py" "$name" "$@" "json=$raw/$name.json" \
         > "$out/log/$name.log" 2>&1
-    local rc=$?
-    failed "$name" $rc
-    echo "$name rc=$rc $(date +%T)"
+    ended "$name" $?
     [ -s "$raw/$name.json" ] || tail -n 3 "$out/log/$name.log" | cut -c1-300
 }
 
@@ -138,9 +141,7 @@ long)
 soak)
     soak() { # NAME key=value...
         "$python" -P "$checkout/benchmarks/soak.py" "$@" "json=$raw/$1.json" > "$out/log/$1.log" 2>&1
-        local rc=$?
-        failed "$1" $rc
-        echo "$1 rc=$rc $(date +%T)"
+        ended "$1" $?
         tail -n 1 "$out/log/$1.log" | cut -c1-600
     }
     # Both on one GPU at once: nothing here is timed.
@@ -156,14 +157,10 @@ tools)
     echo "doctor rc=$?"
     vllm-specpatch doctor > "$out/log/doctor.txt" 2>&1
     vllm-specpatch selftest --gpu --json > "$out/selftest.json" 2> "$out/log/selftest.err"
-    rc=$?
-    failed selftest $rc
-    echo "selftest rc=$rc"
+    ended selftest $?
     vllm-specpatch bench --model dummy --backends stock,native,spec_mask --batch 1,8 --context 1024 --out 64 \
         --out-folder "$out/bench" --timeout 300 --gpu-memory-utilization "${MEM:-0.6}" > "$out/bench.txt" 2>&1
-    rc=$?
-    failed bench $rc
-    echo "bench rc=$rc"
+    ended bench $?
     tail -n 20 "$out/bench.txt"
     ;;
 kernels | check | sanitize)
@@ -174,9 +171,7 @@ kernels | check | sanitize)
         shift 2
         mkdir -p "$out/$name"
         timeout "$limit" "$pack/run.sh" "$@" > "$out/$name/log.txt" 2>&1
-        local rc=$?
-        failed "$name" $rc
-        echo "$name rc=$rc $(date +%T)"
+        ended "$name" $?
         tail -n 4 "$out/$name/log.txt"
     }
     [ "$what" = sanitize ] || kernel check 420 gpu_check.py --out "$out/check"

@@ -86,10 +86,8 @@ def drive(engine, sampling, seconds: float, most_steps: int, sample, synthetic: 
                 aborted += 1
         for output in engine.step():
             if output.finished and output.request_id in alive:
-                [ids], wanted = (
-                    (said := greedy.said(output.outputs, synthetic))["ids"],
-                    alive.pop(output.request_id),
-                )
+                said, wanted = greedy.said(output.outputs, synthetic), alive.pop(output.request_id)
+                [ids] = said["ids"]
                 assert len(ids) == wanted, f"{output.request_id}: {len(ids)} tokens, {wanted} were asked for"
                 tokens[output.request_id], finished_at[output.request_id] = said, step
         step += 1
@@ -160,7 +158,9 @@ def main() -> int:
     llm.llm_engine.collective_rpc(random_weights.fill_models)
 
     def sampling(tokens):
-        return SamplingParams(temperature=0, logprobs=5, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        return SamplingParams(
+            temperature=0, logprobs=greedy.LOGPROBS, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
 
     def sample():
         return {

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -54,45 +54,50 @@ def tensor_parallel() -> Group | None:
         return None  # a safeguard must not be what fails
 
 
+@dataclass
+class Told:
+    """About one configuration: its number, the gate's answers, and how many of them were compared."""
+
+    number: int
+    answers: list[tuple[bool, str]] = field(default_factory=list)
+    compared: int = 0
+
+
 class Agreement:
     """What this process told the others about its configurations, and what they told it."""
 
     def __init__(self) -> None:
-        self._said: dict[int, tuple[int, list[tuple[bool, str]]]] = {}
+        self._said: dict[int, Told] = {}
         self._number = 0
-        self._looked: dict[int, int] = {}  # answers that were compared
 
     def tell(self, vllm_config: Any, full: bool, reason: str) -> None:
         """One answer of the gate. Configurations are numbered in the order in which they are first asked
         about, which is the same on all ranks."""
-        known = self._said.get(id(vllm_config))
-        if known is None:
-            known = self._said[id(vllm_config)] = (self._number, [])
+        told = self._said.get(id(vllm_config))
+        if told is None:
+            told = self._said[id(vllm_config)] = Told(self._number)
             self._number += 1
-            weakref.finalize(vllm_config, self._forget, id(vllm_config))
-        number, answers = known
-        answers.append((full, reason))
+            # ids are reused: a new configuration must not go on with the answers of an old one.
+            weakref.finalize(vllm_config, self._said.pop, id(vllm_config), None)
+        told.answers.append((full, reason))
         group = tensor_parallel()
         if group is not None:
             try:
-                group.store.set(group.key(number, group.own), json.dumps(answers))
+                group.store.set(group.key(told.number, group.own), json.dumps(told.answers))
             except Exception:
                 return  # the others will say that this rank is missing
-
-    def _forget(self, config: int) -> None:
-        self._said.pop(config, None)
-        self._looked.pop(config, None)
 
     def disagreement(self, vllm_config: Any) -> Finding | None:
         """Looks once per answer. REFUSED where another rank has decided otherwise; FAILED where one has
         said nothing, which may mean that it has not got this package. None: all have said the same."""
-        config = id(vllm_config)
-        known, group = self._said.get(config), tensor_parallel()
-        if known is None or group is None or self._looked.get(config, 0) == len(known[1]):
+        told = self._said.get(id(vllm_config))
+        if told is None or told.compared == len(told.answers):
             return None
-        number, answers = known
-        self._looked[config] = len(answers)
-        others = {rank: group.key(number, rank) for rank in group.ranks if rank != group.own}
+        group = tensor_parallel()
+        if group is None:
+            return None
+        told.compared = len(told.answers)
+        others = {rank: group.key(told.number, rank) for rank in group.ranks if rank != group.own}
         try:
             group.store.wait(list(others.values()), WAIT)
         except Exception:
@@ -105,14 +110,14 @@ class Agreement:
                 next_step="install the same package on every node, or set VLLM_SPECPATCH=0 on all",
             )
         for rank, key in others.items():
-            for own, (theirs, reason) in zip(answers, json.loads(group.store.get(key))):
-                if own[0] != theirs:
-                    mine, other = ("FULL graphs" if full else "stock" for full in (own[0], theirs))
+            for (ours, because), (theirs, reason) in zip(told.answers, json.loads(group.store.get(key))):
+                if ours != theirs:
+                    mine, other = ("FULL graphs" if full else "stock" for full in (ours, theirs))
                     return Finding(
                         State.REFUSED,
                         "the ranks of a tensor-parallel group would wait for each other forever",
                         wanted="the same CUDA graphs on every rank",
-                        found=f"{mine} on rank {group.own} ({own[1]}), {other} on rank {rank} ({reason})",
+                        found=f"{mine} on rank {group.own} ({because}), {other} on rank {rank} ({reason})",
                         next_step="make the reason go away, or set VLLM_SPECPATCH=0 on all ranks",
                     )
         return None

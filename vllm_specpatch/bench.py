@@ -341,19 +341,23 @@ def compare(results: Sequence[dict[str, Any]], scale: float | None = greedy.TRAI
     for result, tokens in zip(results, lists):
         for name, cell in result["cells"].items():
             base = first["cells"][name]
-            ours, theirs = lists[0][name], tokens[name]
-            if scale is None or ours is None or theirs is None:
-                why = "vLLM's dummy weights make tokens that attention cannot change"
-                cell["tokens_verdict"] = "cannot tell"
-                cell["tokens_vs_first"] = why if scale is None else "cannot tell: no logprobs were had"
-            else:
-                found = greedy.difference(ours, theirs, scale)
-                cell["tokens_verdict"], cell["tokens_vs_first"] = found.verdict, str(found)
+            verdict = judged(lists[0][name], tokens[name], scale)
+            cell["tokens_verdict"], cell["tokens_vs_first"] = verdict
             if "ms_per_step" in cell and "ms_per_step" in base:
                 cell["ratio"] = round(cell["ms_per_step"] / base["ms_per_step"], 3)
                 spreads = [cell["spread_ms"], base["spread_ms"]]
                 apart = abs(cell["ms_per_step"] - base["ms_per_step"])
                 cell["noise"] = None if None in spreads else apart <= max(spreads)
+
+
+def judged(ours: greedy.Said | None, theirs: greedy.Said | None, scale: float | None) -> tuple[str, str]:
+    """(verdict, a line) on two variants' tokens in a cell, None where an engine gave no logprobs."""
+    if scale is None:
+        return "cannot tell", "vLLM's dummy weights make tokens that attention cannot change"
+    if ours is None or theirs is None:
+        return "cannot tell", "cannot tell: no logprobs were had"
+    found = greedy.difference(ours, theirs, scale)
+    return found.verdict, str(found)
 
 
 def scale_of(arguments: argparse.Namespace, engine: Mapping[str, Any]) -> float | None:
@@ -412,11 +416,8 @@ def render(results: Sequence[Mapping[str, Any]], repeats: int) -> str:
                 f"  {drafter_of(cell):16}{cell.get('tokens_verdict', '-')}"
             )
             notes = [cell.get("note"), cell.get("profiler_error")]
-            notes += (
-                [f"tokens: {cell['tokens_vs_first']}"]
-                if cell.get("tokens_verdict", "equal") != "equal"
-                else []
-            )
+            if cell.get("tokens_verdict", "equal") != "equal":
+                notes.append(f"tokens: {cell['tokens_vs_first']}")
             notes += [] if cell["repeatable"] else ["greedy tokens differed between its own runs"]
             lines += [f"{'':13}{note}" for note in notes if note]
     lines.append("")

@@ -28,12 +28,12 @@ def steps_needed() -> int:
     return SKIP + sum(steps for _, steps in WINDOWS) + len(WINDOWS) + 1
 
 
-def _runner(worker: Any) -> Any:
+def runner_of(worker: Any) -> Any:
     return getattr(worker, "worker", worker).model_runner
 
 
 def _probe(worker: Any) -> Probe:
-    runner = _runner(worker)
+    runner = runner_of(worker)
     probe: Probe | None = getattr(runner, "specpatch_probe", None)
     if probe is None:
         probe = runner.specpatch_probe = Probe(runner)
@@ -49,7 +49,7 @@ def describe(worker: Any) -> dict[str, Any]:
 
     import vllm_specpatch
 
-    runner = _runner(worker)
+    runner = runner_of(worker)
     version = 2 if ".worker.gpu." in type(runner).__module__ else 1
     return {
         "gpu": torch.cuda.get_device_name(),

@@ -25,8 +25,6 @@ from . import bench_probe, greedy, random_weights
 #: Tokens of the short generation, whose time is prefill and start-up.
 SHORT = 2
 WARM_UP = 8
-#: Of each token, so that what was nearly as good is known (:mod:`.greedy`).
-LOGPROBS = 5
 
 
 def say(kind: str, data: Mapping[str, Any]) -> None:
@@ -266,15 +264,8 @@ class Bench:
         return result
 
     def by_prefill(self, prompts: Sequence[Sequence[int]], said: Mapping[str, Any]) -> dict[str, Any]:
-        """What prefill makes of the tokens that decoding said (:func:`.greedy.consistency`)."""
-        from vllm import SamplingParams
-
-        once = SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=1, detokenize=False)
-        asked = [
-            {"prompt_token_ids": [*prompt, *ids]} for prompt, ids in zip(prompts, said["ids"], strict=True)
-        ]
-        outputs = self.llm.generate(asked, once, use_tqdm=False)
-        found = greedy.consistency(said, outputs, self.request["scale"])
+        """What prefill makes of the tokens that decoding said (:func:`.greedy.by_prefill`)."""
+        found = greedy.by_prefill(self.llm, prompts, said, self.request["scale"])
         self.rpc(bench_probe.take_steps)
         return {"verdict": found.verdict, "text": str(found)}
 
@@ -295,7 +286,7 @@ class Bench:
         numbers = cell_numbers(short, long, batch, self.limits())
         ids, said = long[-1]["ids"], None
         try:  # not timed: logprobs cost time; an engine may be configured not to give them
-            said = self.generate(prompts, SHORT + out, logprobs=LOGPROBS)["said"]
+            said = self.generate(prompts, SHORT + out, logprobs=greedy.LOGPROBS)["said"]
             ids = said["ids"]
         except Exception as e:
             numbers["tokens_error"] = f"{type(e).__name__}: {e}"

@@ -43,12 +43,14 @@ CLOSE = NEAR * TRAINED
 #: Tokens that requests agree on before they part, on average, by the number of requests: one may meet two
 #: equal tokens at once, many do not. The first token is the prefill's.
 AGREED = {8: 8, 4: 4, 1: 1}
+#: To ask vLLM for, of each token, so that what was nearly as good is known.
+LOGPROBS = 5
 #: Share of the tokens that prefill may find worse than its best by more than :data:`NEAR`.
 TURNED = 0.01
 
 
 def said(outputs: Sequence[Any], synthetic: bool = False) -> dict[str, Any]:
-    """Of vLLM's ``CompletionOutput`` objects of a greedy generation with ``logprobs=5``. ``synthetic``:
+    """Of vLLM's ``CompletionOutput`` objects of a greedy generation with :data:`LOGPROBS`. ``synthetic``:
     vLLM's synthetic acceptance was on, which takes drafts unseen, so that a token need not be the best
     one."""
     result: dict[str, Any] = {"ids": [], "logprobs": [], "gaps": [], "close": [], "synthetic": synthetic}
@@ -64,6 +66,18 @@ def said(outputs: Sequence[Any], synthetic: bool = False) -> dict[str, Any]:
         for name, values in zip(("logprobs", "gaps", "close"), zip(*rows) if rows else ((), (), ())):
             result[name].append(list(values))
     return result
+
+
+def scale_of_cache(dtype: str) -> float:
+    """How many times as wide the limits are for a KV cache of ``dtype``, by vLLM's or torch's name."""
+    return FP8 if dtype.startswith(("fp8", "float8")) else 1.0
+
+
+def parting(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """The first token at which two requests differ, or at which one ends; None if they are the same."""
+    shared = min(len(ours), len(theirs))
+    at = next((i for i in range(shared) if ours[i] != theirs[i]), shared)
+    return None if at == len(ours) == len(theirs) else at
 
 
 def _trouble(apart: Sequence[Sequence[float]], scale: float) -> str | None:
@@ -121,17 +135,16 @@ def difference(a: Said, b: Said, scale: float = 1.0) -> Difference:
     parted = unseen = 0
     reason = first = None
     for row, (ours, theirs) in enumerate(zip(a["ids"], b["ids"], strict=True)):
-        shared = min(len(ours), len(theirs))
-        at = next((i for i in range(shared) if ours[i] != theirs[i]), shared)
-        agreed.append(at)
+        at = parting(ours, theirs)
+        agreed.append(len(ours) if at is None else at)
         apart.append(
             [abs(p - q) for p, q in zip(a["logprobs"][row][:at], b["logprobs"][row][:at], strict=True)]
         )
-        if list(ours) == list(theirs):
+        if at is None:
             continue
         parted += 1
         first = at if first is None else min(first, at)
-        if at == shared:
+        if at == min(len(ours), len(theirs)):
             reason = reason or "one ends where the other goes on"
         elif any(said["synthetic"] and said["gaps"][row][at] < 0 for said in (a, b)):
             unseen += 1
@@ -230,3 +243,17 @@ def consistency(said: Said, outputs: Sequence[Any], scale: float = 1.0) -> Consi
         verdict="differ" if reason else "consistent",
         reason=reason,
     )
+
+
+def by_prefill(
+    llm: Any, prompts: Sequence[Sequence[int]], said: Said, scale: float, **options: Any
+) -> Consistency:
+    """Gives prompts and what was said to them to vLLM's ``LLM`` again; ``prompts``: token ids, of all
+    requests or of the first ones. ``options`` go to ``generate``. vLLM makes logprobs of whole prompts:
+    memory."""
+    from vllm import SamplingParams
+
+    once = SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=1, detokenize=False)
+    tokens = zip(prompts, said["ids"][: len(prompts)], strict=True)
+    asked = [{"prompt_token_ids": [*prompt, *ids]} for prompt, ids in tokens]
+    return consistency(said, llm.generate(asked, once, use_tqdm=False, **options), scale)

@@ -11,6 +11,8 @@ import re
 import zlib
 from typing import Any
 
+from . import bench_probe
+
 #: Queries, keys and values are larger by this, so that scores spread (2.25 instead of 1) and attention looks
 #: at some tokens among thousands. On a model of 8 layers and 512 tokens, one page of 16 left out moved
 #: logprobs by 0.10 on average and tokens at once; another rounding of the same attention moved them by 0.01.
@@ -80,9 +82,8 @@ def fill_models(worker: Any, same: bool = False) -> int:
     """Target and drafter of one worker, through ``collective_rpc``; the drafter first, since it may share
     weights with the target. ``same``: a drafter that is the target's model gets its weights too. Raises
     ``RuntimeError`` if the target is not found: with vLLM's dummy weights all engines say the same."""
-    runner = getattr(worker, "worker", worker).model_runner
-    drafter = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
-    models = [getattr(drafter, "model", None), getattr(runner, "model", None)]
+    runner = bench_probe.runner_of(worker)
+    models = [getattr(bench_probe.drafter_of(runner), "model", None), getattr(runner, "model", None)]
     filled = [
         fill_weights(model, 2 if same else 1 + i) if hasattr(model, "named_parameters") else 0
         for i, model in enumerate(models)

@@ -292,7 +292,7 @@ def token_requests(
             "synthetic_acceptance_length": 1 + k / 2,
         }
     patched = bench.VARIANTS["patched" if route == "auto" else route]
-    scale = scale_of(geometry)
+    scale = greedy.scale_of_cache(geometry.kv_dtype)
     return [
         (
             variant,
@@ -326,11 +326,7 @@ def check_tokens(geometry: Geometry, route: str, kv_cache_dtype: str, say: Calla
             if "cannot" in answer or "otherwise" in answer:
                 raise Skip(answer.get("cannot") or answer["otherwise"])
             answers.append(answer)
-    return judge_tokens(answers, scale_of(geometry))
-
-
-def scale_of(geometry: Geometry) -> float:
-    return greedy.FP8 if geometry.kv_dtype.startswith("float8") else 1.0
+    return judge_tokens(answers, greedy.scale_of_cache(geometry.kv_dtype))
 
 
 def judge_tokens(answers: Sequence[Mapping[str, Any]], scale: float = 1.0) -> str:

@@ -93,12 +93,7 @@ def script(name, monkeypatch):
 def test_a_run_that_ended_on_another_route_is_no_proof(tmp_path):
     runs = [result("stock", ctx1024_bs1=(10.0, [[1, 2]])), result("patched", ctx1024_bs1=(4.0, [[1, 2]]))]
     runs[1]["otherwise"] = "wanted the route spec_mask, found stock"
-    files = [tmp_path / f"{run['name']}.json" for run in runs]
-    for file, run in zip(files, runs, strict=True):
-        file.write_text(json.dumps(run))
-    done = subprocess.run(
-        [sys.executable, "-P", str(SCRIPT), *map(str, files)], capture_output=True, text=True
-    )
+    done = compared(tmp_path, runs)
     assert done.returncode == 1 and "wanted the route spec_mask, found stock" in done.stdout
 
 
